@@ -1,0 +1,1 @@
+//! Evaluation harness, panels and reports

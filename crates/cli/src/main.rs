@@ -1,0 +1,2 @@
+//! The glimmer program.
+fn main() {}

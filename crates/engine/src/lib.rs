@@ -1,0 +1,1 @@
+//! Sequences, cache pools, sampling and speculation

@@ -1,0 +1,1 @@
+//! The glm5_next forward pass, one file per block

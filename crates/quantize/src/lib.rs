@@ -1,0 +1,1 @@
+//! Calibration, Hessians, GPTQ, the streaming pipeline and the gates
