@@ -1,0 +1,97 @@
+"""Trims full golden files to what the tests read: python trim_goldens.py FULL_DATA_DIR OUT_DATA_DIR
+
+Tensors are copied bit for bit; only whole keys, or rows of a key, are left out, so that the repository stays small.
+Needs nothing but Python."""
+import json, os, re, struct, sys
+
+SRC, OUT = sys.argv[1], sys.argv[2]
+SIZE = {"F32": 4, "I32": 4, "BF16": 2, "U8": 1, "I8": 1, "I64": 8, "F64": 8}
+
+
+def read(path):
+    data = open(path, "rb").read()
+    n = struct.unpack("<Q", data[:8])[0]
+    head = json.loads(data[8:8 + n])
+    head.pop("__metadata__", None)
+    return {k: (v["dtype"], v["shape"], data[8 + n + v["data_offsets"][0]:8 + n + v["data_offsets"][1]]) for k, v in head.items()}
+
+
+def write(path, tensors):
+    head, at = {}, 0
+    for k, (dtype, shape, data) in tensors.items():
+        head[k] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(head, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as f:
+        f.write(struct.pack("<Q", len(text)) + text)
+        for _, _, data in tensors.values():
+            f.write(data)
+    print(path, os.path.getsize(path))
+
+
+def rows(t, first=None, last=None):
+    dtype, shape, data = t
+    row = len(data) // shape[0]
+    n = min(first or last, shape[0])
+    return dtype, [n] + shape[1:], data[:n * row] if first else data[len(data) - n * row:]
+
+
+# Micro: per-row keys keep their last 4 rows (12 for `short_think`), logits the first few, states only two prompts.
+for name in ("short_think", "short_direct", "tool_think", "image_direct", "recall_400", "recall_1000"):
+    full, kept = read(f"{SRC}/goldens/micro_{name}.f32.safetensors"), {}
+    for k, t in full.items():
+        if k.endswith("recurrent_state"):
+            if name in ("short_think", "recall_1000"): kept[k] = t
+        elif k in ("decode.logits", "mtp.logits", "mtp.hidden"): kept[k] = rows(t, first=3)
+        elif k == "prefill.logits": kept[k] = rows(t, last=2)
+        elif k == "pixel_values": kept[k] = rows(t, first=4)
+        elif k.startswith("prefill."): kept[k] = rows(t, last=12 if name == "short_think" else 4)
+        else: kept[k] = t
+    write(f"{OUT}/goldens/micro/{name}.safetensors", kept)
+
+# Tiny: every block in full for one layer of each kind, block outputs and choices for the others, ends of the other passes.
+kept = {}
+for k, t in read(f"{SRC}/goldens/tiny/golden_fp32.safetensors").items():
+    layer = re.search(r"\.layer(\d)\.", k)
+    ends = ("embed", "final_norm", "logits") if k.startswith(("image.", "video.")) else ("logits",)
+    if k.startswith(("in.", "mtp.", "cache.", "decode.", "decode31.", "decode44.")): keep = True
+    elif k.startswith("prefill."):
+        keep = not layer or layer[1] in "0136" or k.endswith(("streams_out", "attn_out", "mlp_out", "topk", "router.indices", "router.weights"))
+    else: keep = ".vis." in k or k.endswith(ends) or (k.startswith(("image.", "video.")) and k.endswith(("layer7.streams_out", "topk")))
+    if keep: kept[k] = t
+write(f"{OUT}/goldens/tiny/golden.safetensors", kept)
+
+# Pre-processing: the pictures are formulas (red (7x+3y) mod 256, green (xy div 5 + 31) mod 256, blue (255-x+2y) mod 256), so
+# only their sizes are kept; the resized pixels as bytes [patches, 3, 14, 14] (the two frames are equal) and the first
+# four patches as the floats that the reference produced.
+full, kept = read(f"{SRC}/goldens/tiny/golden_preproc.safetensors"), {}
+MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+for i in (0, 3, 4):
+    dtype, (n, width), data = full[f"img{i}.pixel_values"]
+    out = bytearray()
+    for p in range(n):
+        v = struct.unpack(f"<{width}f", data[p * width * 4:(p + 1) * width * 4])
+        for c in range(3):
+            one, two = v[c * 392:c * 392 + 196], v[c * 392 + 196:c * 392 + 392]
+            assert one == two
+            out += bytes(round((x * STD[c] + MEAN[c]) * 255) for x in one)
+    kept[f"img{i}.size"] = ("I32", [2], struct.pack("<2i", *full[f"img{i}.rgb_hwc"][1][:2]))
+    kept[f"img{i}.max_image_tokens"] = full[f"img{i}.max_image_tokens"]
+    kept[f"img{i}.grid_thw"] = full[f"img{i}.grid_thw"]
+    kept[f"img{i}.pixel_values"] = rows((dtype, [n, width], data), first=4)
+    kept[f"img{i}.pixels"] = ("U8", [n, 3, 14, 14], bytes(out))
+write(f"{OUT}/goldens/tiny/preproc.safetensors", kept)
+
+# GPTQ: the Hessian follows from the inputs, so one case keeps it; inputs that several cases share are kept once, and the
+# map `same_inputs` in gptq_inputs.json says whose `x` a case uses.
+full, kept, owner, same = read(f"{SRC}/vectors/gptq.safetensors"), {}, {}, {}
+for k, t in full.items():
+    case, key = k.split(".")
+    if key == "h_raw" and case != "static_16x256": continue
+    if key == "x":
+        same[case] = owner.setdefault(t[2], case)
+        if same[case] != case: continue
+    kept[k] = t
+write(f"{OUT}/vectors/gptq.safetensors", kept)
+with open(f"{OUT}/vectors/gptq_inputs.json", "w") as f: json.dump({"same_inputs": same}, f, indent=1); f.write("\n")
