@@ -1,0 +1,416 @@
+//! The command line, as people read it in `--help`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+/// Quantize, verify, run and evaluate GLM-5.3-Flash models.
+///
+/// A MODEL is a directory with config.json and safetensors shards: the BF16 checkpoint or a W4A16 artifact made from it.
+/// Where MODEL is left out, the small trained model inside this program is used.
+#[derive(Debug, Parser)]
+#[command(name = "glimmer", version, max_term_width = 110, arg_required_else_help = true)]
+pub(crate) struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub(crate) command: Command,
+
+    /// Worker threads (default: all cores)
+    #[arg(long, global = true, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) threads: Option<u16>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    /// The whole chain on the embedded model, in under a minute: start here
+    ///
+    /// Quantizes the embedded BF16 model, verifies the artifact, evaluates both, measures how far they are apart and how
+    /// many drafts are accepted, and answers a question with reasoning, a tool request and a question about a picture.
+    Demo(DemoArgs),
+    /// What a model directory or a config.json holds: groups, bytes, what is quantized
+    Inspect(InspectArgs),
+    /// Quantize the routed experts of a BF16 (or block-FP8) checkpoint to INT4, keep all else byte for byte
+    Quantize(QuantizeArgs),
+    /// Check an artifact with static gates; exit code 1 when one fails
+    Verify(VerifyArgs),
+    /// Answer one prompt
+    Generate(GenerateArgs),
+    /// Talk to a model in the terminal
+    Chat(ChatArgs),
+    /// Accuracy on task files, KL divergence against another model, acceptance of drafts
+    Eval(EvalArgs),
+    /// Write a random checkpoint for any configuration, reproducible by seed
+    Synth(SynthArgs),
+    /// Print one tensor of an artifact as numbers
+    Dequantize(DequantizeArgs),
+    /// Add the BF16 draft (MTP) layer of a checkpoint to an artifact that lacks it
+    MergeMtp(MergeMtpArgs),
+    /// Rewrite only the quantization targets and the ignore list of an artifact's config.json
+    FixConfig(FixConfigArgs),
+    /// Measure this machine
+    #[command(subcommand)]
+    Bench(BenchCommand),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DemoArgs {
+    /// Also write all results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// Keep the artifact that the demo makes in this (new) directory
+    #[arg(long, value_name = "DIR")]
+    pub(crate) keep: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct InspectArgs {
+    /// Model directory or a lone config.json (default: the embedded model)
+    pub(crate) model: Option<PathBuf>,
+    /// Show what the W4A16 artifact of this checkpoint would hold
+    #[arg(long)]
+    pub(crate) as_w4a16: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Method {
+    /// Second-order error compensation over calibration data
+    Gptq,
+    /// Round to nearest, no calibration
+    Rtn,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Order {
+    /// Columns by falling Hessian diagonal; leaves no trace in the file
+    Static,
+    /// Columns as they are
+    None,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Scales {
+    /// Largest magnitude / 7.5
+    Minmax,
+    /// Least squared error
+    Mse,
+    /// Least squared error weighted by each column's importance
+    Imse,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CalibratedExperts {
+    /// Each expert sees the tokens routed to it
+    Routed,
+    /// Each expert sees every token
+    All,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum IgnoreStyle {
+    /// Seven patterns that fit every loader's names
+    Regex,
+    /// The patterns and every name spelt out, for loaders that only compare names
+    Dual,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct QuantizeArgs {
+    /// Checkpoint to quantize (default: the embedded model)
+    #[arg(long, value_name = "DIR")]
+    pub(crate) source: Option<PathBuf>,
+    /// Directory of the artifact; must be empty or absent, unless --resume
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+    /// Calibration samples, one JSON object a line: {"input_ids": [...]} or {"text": "..."}, optional "images": [base64]
+    /// (default for the embedded model: its own set)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) calib: Option<PathBuf>,
+    /// Quantization method
+    #[arg(long, value_enum, default_value = "gptq")]
+    pub(crate) method: Method,
+    /// Order in which GPTQ takes columns
+    #[arg(long, value_enum, default_value = "static")]
+    pub(crate) order: Order,
+    /// How scales are chosen
+    #[arg(long, value_enum, default_value = "imse")]
+    pub(crate) scales: Scales,
+    /// Tokens' worth of the layer's Hessian mixed into each expert's (default: the matrix's columns)
+    #[arg(long, value_name = "K")]
+    pub(crate) shrink: Option<f64>,
+    /// Dampening, as a fraction of the mean Hessian diagonal
+    #[arg(long, default_value_t = 0.01, value_name = "F")]
+    pub(crate) damp: f64,
+    /// Which tokens an expert is calibrated on
+    #[arg(long, value_enum, default_value = "routed")]
+    pub(crate) experts: CalibratedExperts,
+    /// How config.json says what is not quantized
+    #[arg(long, value_enum, default_value = "regex")]
+    pub(crate) ignore_style: IgnoreStyle,
+    /// Memory to use, in GiB
+    #[arg(long, value_name = "N", default_value_t = 8.0)]
+    pub(crate) budget_gib: f64,
+    /// Go on with an interrupted run in --out; the result is the same, byte for byte
+    #[arg(long)]
+    pub(crate) resume: bool,
+    /// Do as llm-compressor's defaults do: all experts see all tokens, min-max scales, dead columns zeroed
+    #[arg(long)]
+    pub(crate) parity: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct VerifyArgs {
+    /// The artifact
+    #[arg(long, value_name = "DIR")]
+    pub(crate) artifact: PathBuf,
+    /// The checkpoint that it was made from; without it the comparing gates are skipped
+    #[arg(long, value_name = "DIR")]
+    pub(crate) source: Option<PathBuf>,
+    /// Check every tensor where the default takes a sample
+    #[arg(long)]
+    pub(crate) full: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// How answers are sampled.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Sampling")]
+pub(crate) struct SamplingArgs {
+    /// 0 is greedy (default: generation_config.json)
+    #[arg(long, value_name = "T")]
+    pub(crate) temperature: Option<f32>,
+    /// Keep the K likeliest tokens
+    #[arg(long, value_name = "K")]
+    pub(crate) top_k: Option<u32>,
+    /// Keep the likeliest tokens that make up this probability
+    #[arg(long, value_name = "P")]
+    pub(crate) top_p: Option<f32>,
+    /// Keep tokens at least this likely, relative to the likeliest
+    #[arg(long, value_name = "P")]
+    pub(crate) min_p: Option<f32>,
+    /// Seed of the random numbers; equal seeds give equal answers
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Most tokens of an answer
+    #[arg(long, default_value_t = 512, value_name = "N")]
+    pub(crate) max_tokens: u32,
+    /// Tokens drafted a step by the MTP layer; the answers do not depend on it
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
+    pub(crate) draft_depth: u32,
+}
+
+/// How the prompt is built.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Prompt")]
+pub(crate) struct PromptArgs {
+    /// System message
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) system: Option<String>,
+    /// Let the model answer at once, without reasoning
+    #[arg(long)]
+    pub(crate) no_thinking: bool,
+    /// Reasoning effort named in the prompt
+    #[arg(long, value_name = "LEVEL")]
+    pub(crate) reasoning_effort: Option<String>,
+    /// Chat template to use instead of the model's
+    #[arg(long, value_name = "FILE")]
+    pub(crate) chat_template: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GenerateArgs {
+    /// Model directory (default: the embedded model)
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// The question; `-` reads it from standard input
+    pub(crate) prompt: String,
+    /// Picture to ask about (PNG, JPEG, WebP, GIF, BMP); may be given several times
+    #[arg(long, value_name = "FILE")]
+    pub(crate) image: Vec<PathBuf>,
+    /// Tools the model may call: a JSON file with a list of OpenAI-style tools
+    #[arg(long, value_name = "FILE")]
+    pub(crate) tools: Option<PathBuf>,
+    /// Take the prompt as it is: no chat template
+    #[arg(long)]
+    pub(crate) raw: bool,
+    /// Print the parsed answer as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+    /// Go on past the model's own stop tokens
+    #[arg(long)]
+    pub(crate) ignore_eos: bool,
+    /// Further stop token ids
+    #[arg(long, value_name = "ID")]
+    pub(crate) stop_token: Vec<u32>,
+    #[command(flatten)]
+    pub(crate) prompting: PromptArgs,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ChatArgs {
+    /// Model directory (default: the embedded model)
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) prompting: PromptArgs,
+    #[command(flatten)]
+    pub(crate) sampling: SamplingArgs,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Thinking {
+    /// With reasoning
+    On,
+    /// Without, for items that can be answered at once
+    Off,
+    /// One after the other
+    Both,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct EvalArgs {
+    /// Model directory (default: the embedded model)
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Task file (JSONL) or the name of an embedded one; may be given several times (default: all embedded ones)
+    #[arg(long, value_name = "TASK")]
+    pub(crate) task: Vec<String>,
+    /// Items of each task
+    #[arg(long, value_name = "N")]
+    pub(crate) limit: Option<usize>,
+    /// With or without reasoning
+    #[arg(long, value_enum, default_value = "both")]
+    pub(crate) thinking: Thinking,
+    /// Measure the KL divergence of --model from this model on the token panel, instead of tasks
+    #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
+    pub(crate) kld_against: Option<PathBuf>,
+    /// Documents for the panel (JSONL with input_ids; default: the embedded 200)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) documents: Option<PathBuf>,
+    /// Measure how many drafts are accepted, by position, instead of tasks
+    #[arg(long)]
+    pub(crate) acceptance: bool,
+    /// Most new tokens an item
+    #[arg(long, default_value_t = 192, value_name = "N")]
+    pub(crate) max_tokens: u32,
+    /// Items answered at the same time
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    pub(crate) batch: usize,
+    /// Tokens drafted a step
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
+    pub(crate) draft_depth: u32,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum SynthFormat {
+    /// The BF16 checkpoint
+    Bf16,
+    /// Its W4A16 artifact
+    W4a16,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SynthArgs {
+    /// Configuration to fill with random weights
+    #[arg(long, value_name = "FILE")]
+    pub(crate) config: PathBuf,
+    /// Directory to write; must be empty or absent
+    #[arg(long, value_name = "DIR")]
+    pub(crate) out: PathBuf,
+    /// What to write
+    #[arg(long, value_enum, default_value = "bf16")]
+    pub(crate) format: SynthFormat,
+    /// Equal seeds give equal bytes
+    #[arg(long, default_value_t = 0)]
+    pub(crate) seed: u64,
+    /// Largest shard, in GB
+    #[arg(long, default_value_t = 5.0, value_name = "GB")]
+    pub(crate) shard_gb: f64,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DequantizeArgs {
+    /// The artifact
+    #[arg(long, value_name = "DIR")]
+    pub(crate) artifact: PathBuf,
+    /// Tensor name, with or without `.weight`
+    #[arg(long, value_name = "NAME")]
+    pub(crate) tensor: String,
+    /// Write little-endian f32 values here instead of printing a summary
+    #[arg(long, value_name = "FILE")]
+    pub(crate) out: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MergeMtpArgs {
+    /// Checkpoint that has the draft layer
+    #[arg(long, value_name = "DIR")]
+    pub(crate) source: PathBuf,
+    /// Artifact that lacks it
+    #[arg(long, value_name = "DIR")]
+    pub(crate) artifact: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct FixConfigArgs {
+    /// Artifact whose config.json is rewritten (the old one is kept beside it)
+    pub(crate) artifact: PathBuf,
+    /// How config.json says what is not quantized
+    #[arg(long, value_enum, default_value = "regex")]
+    pub(crate) ignore_style: IgnoreStyle,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum BenchCommand {
+    /// Kernels against the limits of this machine, measured in the same run
+    Kernels(BenchJson),
+    /// Decode and prefill speed of a model at several batch sizes
+    Model(BenchModelArgs),
+    /// The GPTQ solve against the machine's f32 rate
+    Gptq(BenchGptqArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchJson {
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchModelArgs {
+    /// Model directory (default: the embedded model)
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Tokens generated a sequence
+    #[arg(long, default_value_t = 128, value_name = "N")]
+    pub(crate) tokens: u32,
+    /// Tokens drafted a step
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
+    pub(crate) draft_depth: u32,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchGptqArgs {
+    /// Columns of the matrix
+    #[arg(long, default_value_t = 2048, value_name = "N")]
+    pub(crate) columns: usize,
+    /// Rows of the matrix
+    #[arg(long, default_value_t = 2048, value_name = "N")]
+    pub(crate) rows: usize,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+}
