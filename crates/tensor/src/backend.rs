@@ -306,8 +306,13 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     // ---- text stages ----
 
     /// *plan* Embedding rows (or image features) copied to every stream: `x[row, i] = table[token]` (3.2, 5.4).
-    fn embed(&mut self, table: &Self::Matrix, features: &Self::Buffer, streams: &mut Streams<Self>, n: usize)
-    -> Result<()>;
+    fn embed(
+        &mut self,
+        table: &Self::Matrix,
+        features: &Self::Buffer,
+        streams: &mut Streams<Self>,
+        n: usize,
+    ) -> Result<()>;
 
     /// One mHC site (3.2): `S'[j] = post[j] y + sum_i C[i][j] S[i]` with the coefficients in `streams` when `y` is given
     /// (the previous sub-block's output); then this mixer's coefficients, the collapsed input `u`, and `x = norm(u)`.
@@ -464,8 +469,13 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     ) -> Result<()>;
 
     /// Logits of `rows` of `hidden` (3.7): `logits[i] = W hidden[rows[i]]`, all `vocab_size` columns, unmasked.
-    fn head(&mut self, matrix: &Self::Matrix, rows: &[u32], hidden: &Self::Buffer, logits: &mut Self::Buffer)
-    -> Result<()>;
+    fn head(
+        &mut self,
+        matrix: &Self::Matrix,
+        rows: &[u32],
+        hidden: &Self::Buffer,
+        logits: &mut Self::Buffer,
+    ) -> Result<()>;
 
     // ---- vision stages ----
 

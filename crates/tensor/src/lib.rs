@@ -1,12 +1,14 @@
 //! The [`Backend`] trait of fused stages and the CPU backend.
 
 pub mod backend;
+pub mod cpu;
 mod error;
 pub mod step;
 
 pub use backend::{
-    Backend, Columns, DsaColumns, DsaWeights, Experts, IndexerWeights, KdaForm, KdaWeights, Linear, MatrixSource, MhcWeights,
-    Norm, PatchGrid, Result, RouterRule, Streams, Swiglu,
+    Backend, Columns, DsaColumns, DsaWeights, Experts, IndexerWeights, KdaForm, KdaWeights, Linear, MatrixSource,
+    MhcWeights, Norm, PatchGrid, Result, RouterRule, Streams, Swiglu,
 };
+pub use cpu::Cpu;
 pub use error::Error;
 pub use step::{CacheShape, FeatureRow, PAGE_TOKENS, Placed, Segment, Step};
