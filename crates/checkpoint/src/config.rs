@@ -1,7 +1,16 @@
 //! The model description that everything else reads.
 //!
 //! [`Config`] is the *resolved* form of a `config.json`: aliases are gone, optional keys have their documented values and
-//! the layer lists are explicit. Constants of the model exist nowhere else. Source: spec/model.md 1.
+//! the layer lists are explicit. Constants of the model exist nowhere else. [`Config::parse`] is the only way in, so every
+//! value that it guarantees (see [`ConfigError`]) may be relied on downstream. Source: spec/model.md 1.
+
+mod error;
+mod object;
+mod parse;
+
+use std::fmt;
+
+pub use error::ConfigError;
 
 /// A resolved `config.json` (nested or flat form).
 #[derive(Debug, Clone, PartialEq)]
@@ -188,6 +197,26 @@ pub struct VisionConfig {
     pub rms_norm_eps: f32,
     /// Epsilon of norm1 and norm2 (spec/model.md 5.3: 1e-6 for the released tower, else `rms_norm_eps`).
     pub block_norm_eps: f32,
+    /// Where `block_norm_eps` comes from.
+    pub block_norm_eps_origin: NormEpsOrigin,
+}
+
+/// Where the epsilon of the vision blocks' norms comes from; printed wherever the configuration is shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormEpsOrigin {
+    /// `vision_config.rms_norm_eps`.
+    Config,
+    /// The tower is the released one (24 blocks of width 1024): it was trained with 1e-6 although its file says 1e-5.
+    ReleasedTower,
+}
+
+impl fmt::Display for NormEpsOrigin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Config => "vision_config.rms_norm_eps",
+            Self::ReleasedTower => "the released tower was trained with it",
+        })
+    }
 }
 
 /// Ids of the multimodal tokens.

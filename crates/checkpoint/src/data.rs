@@ -38,6 +38,30 @@ pub enum DType {
 }
 
 impl DType {
+    /// All element types.
+    pub const ALL: [Self; 15] = [
+        Self::Bf16,
+        Self::F16,
+        Self::F32,
+        Self::F64,
+        Self::F8E4M3,
+        Self::F8E5M2,
+        Self::I8,
+        Self::I16,
+        Self::I32,
+        Self::I64,
+        Self::U8,
+        Self::U16,
+        Self::U32,
+        Self::U64,
+        Self::Bool,
+    ];
+
+    /// The type of a safetensors name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|dtype| dtype.name() == name)
+    }
+
     /// Size of an element in bytes.
     pub fn size(self) -> usize {
         match self {

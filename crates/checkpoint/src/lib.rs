@@ -2,11 +2,20 @@
 //!
 //! This crate knows what a `glm5_next` checkpoint *is* (names, shapes, dtypes, bytes) and nothing about computing with it.
 
+mod checkpoint;
 pub mod config;
 pub mod data;
+mod error;
+pub mod fp8;
+pub mod header;
+mod mapping;
+pub mod shards;
 
+pub use checkpoint::Checkpoint;
 pub use config::{
-    AttentionKind, Config, IndexerConfig, IndexerKind, KdaConfig, MediaTokens, MhcConfig, MlaConfig, MlpKind, MoeConfig,
-    TextConfig, VisionConfig,
+    AttentionKind, Config, ConfigError, IndexerConfig, IndexerKind, KdaConfig, MediaTokens, MhcConfig, MlaConfig,
+    MlpKind, MoeConfig, NormEpsOrigin, TextConfig, VisionConfig,
 };
 pub use data::{Bytes, DType, TensorData};
+pub use error::{Damage, Error, Fault};
+pub use shards::{Shards, StoredTensor};

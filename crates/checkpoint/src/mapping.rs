@@ -1,0 +1,28 @@
+//! The one module that maps files into memory.
+//!
+//! Invariant: the files of a checkpoint do not change while it is open. Writers of this crate keep it by construction: they
+//! write to a temporary name and rename, so an open mapping goes on seeing the old file.
+
+#![allow(unsafe_code, reason = "a memory map is unsafe because another process may truncate the file")]
+
+use std::{fs::File, path::Path};
+
+use memmap2::Mmap;
+
+use crate::{data::Bytes, error::Error};
+
+/// Maps a whole file for reading. An empty file gives empty bytes.
+///
+/// # Errors
+/// [`Error::Io`] when the file cannot be opened or mapped.
+pub(crate) fn map_file(path: &Path) -> Result<Bytes, Error> {
+    let file = File::open(path).map_err(|e| Error::io(path, "open", e))?;
+    let length = file.metadata().map_err(|e| Error::io(path, "read the size", e))?.len();
+    if length == 0 {
+        return Ok(Bytes::new(Vec::new()));
+    }
+    // SAFETY: the mapping is private to reading and lives as long as the `Bytes` that own it. That nobody truncates the
+    // file meanwhile is the module's stated invariant, which every reader of mapped files has to demand.
+    let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "map", e))?;
+    Ok(Bytes::new(map))
+}
