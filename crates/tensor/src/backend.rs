@@ -288,6 +288,12 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     /// Selected tokens of a row, ascending.
     fn read_selection(&self, selection: &Self::Selection, row: usize) -> Vec<u32>;
 
+    /// Replaces the selected tokens of a row, ascending (a selection that was kept on the host).
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for a row or more tokens than the selection was made for.
+    fn write_selection(&self, selection: &mut Self::Selection, row: usize, tokens: &[u32]) -> Result<()>;
+
     /// Chosen experts of a row with their weights (scaling factor included), ascending by expert.
     fn read_routing(&self, routing: &Self::Routing, row: usize) -> Vec<(u32, f32)>;
 

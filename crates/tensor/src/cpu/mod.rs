@@ -149,6 +149,15 @@ impl Backend for Cpu {
         selection.row(row).to_vec()
     }
 
+    fn write_selection(&self, selection: &mut CpuSelection, row: usize, tokens: &[u32]) -> Result<()> {
+        require("write_selection: rows of the selection", row + 1, selection.rows())?;
+        require("write_selection: width of the selection", tokens.len(), selection.width())?;
+        let (place, len) = selection.row_mut(row);
+        place[..tokens.len()].copy_from_slice(tokens);
+        *len = tokens.len() as u32;
+        Ok(())
+    }
+
     fn read_routing(&self, routing: &CpuRouting, row: usize) -> Vec<(u32, f32)> {
         routing.experts(row).iter().copied().zip(routing.weights(row).iter().copied()).collect()
     }
