@@ -10,7 +10,9 @@ pub enum Error {
     #[error(transparent)]
     Tensor(#[from] glimmer_tensor::Error),
     /// The configuration asks for a tensor that the checkpoint does not hold.
-    #[error("tensor `{name}` is missing; the configuration asks for {expected}: the checkpoint is incomplete or its config.json belongs to another model")]
+    #[error(
+        "tensor `{name}` is missing; the configuration asks for {expected}: the checkpoint is incomplete or its config.json belongs to another model"
+    )]
     Missing {
         /// Name of the tensor.
         name: String,
@@ -18,7 +20,9 @@ pub enum Error {
         expected: String,
     },
     /// A tensor does not have the shape that the configuration implies.
-    #[error("tensor `{name}`: the configuration implies shape {expected}, the file has {found}: config.json and weights do not belong together")]
+    #[error(
+        "tensor `{name}`: the configuration implies shape {expected}, the file has {found}: config.json and weights do not belong together"
+    )]
     Shape {
         /// Name of the tensor.
         name: String,
@@ -28,7 +32,9 @@ pub enum Error {
         found: String,
     },
     /// A layer without an indexer has no selection to reuse.
-    #[error("layer {layer} reuses the token selection of the layer before it (`indexer_types`), but that layer is not sparse attention")]
+    #[error(
+        "layer {layer} reuses the token selection of the layer before it (`indexer_types`), but that layer is not sparse attention"
+    )]
     NoSelection {
         /// The layer.
         layer: usize,

@@ -78,20 +78,23 @@ impl<B: Backend> Kda<B> {
         ordinal: usize,
         form: KdaForm,
     ) -> Result<()> {
-        let Pass { backend, cache, work, observer, rows, .. } = pass;
-        let rows = *rows;
+        let (rows, hidden) = (pass.rows, pass.hidden);
+        let (backend, cache, work) = (&mut *pass.backend, &mut *pass.cache, &mut *pass.work);
         let (heads, dim) = (self.core.heads, self.core.dim);
         let width = heads * dim;
         let low_rank = 3 * width + heads;
 
-        let all = |buffer, start, width| Columns { buffer, start, width };
+        let x = Columns { buffer: &work.x, start: 0, width: hidden };
         let inputs = [&self.q, &self.k, &self.v, &self.b, &self.f_a, &self.g_a];
-        backend.linear(rows, Columns { buffer: &work.x, start: 0, width: pass.hidden }, &inputs, &mut work.kda_proj, 0)?;
-        backend.linear(rows, all(&work.kda_proj, low_rank, dim), &[&self.f_b], &mut work.kda_gates, 0)?;
-        backend.linear(rows, all(&work.kda_proj, low_rank + dim, dim), &[&self.g_b], &mut work.kda_gates, width)?;
+        backend.linear(rows, x, &inputs, &mut work.kda_proj, 0)?;
+        let f_a = Columns { buffer: &work.kda_proj, start: low_rank, width: dim };
+        backend.linear(rows, f_a, &[&self.f_b], &mut work.kda_gates, 0)?;
+        let g_a = Columns { buffer: &work.kda_proj, start: low_rank + dim, width: dim };
+        backend.linear(rows, g_a, &[&self.g_b], &mut work.kda_gates, width)?;
         backend.kda(&self.core, form, &work.kda_proj, &work.kda_gates, cache, ordinal, &mut work.kda_core)?;
-        observer.kda(At { backend, layer, rows }, &work.kda_core);
-        backend.linear(rows, all(&work.kda_core, 0, width), &[&self.o], &mut work.y, 0)?;
+        pass.observer.kda(At { backend, layer, rows }, &work.kda_core);
+        let core = Columns { buffer: &work.kda_core, start: 0, width };
+        backend.linear(rows, core, &[&self.o], &mut work.y, 0)?;
         Ok(())
     }
 }

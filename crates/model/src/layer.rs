@@ -50,6 +50,7 @@ pub enum Attention<B: Backend> {
 #[derive(Debug)]
 pub struct Layer<B: Backend> {
     index: usize,
+    /// Number of the layer among the layers of its kind: its place in the caches.
     ordinal: usize,
     attention_site: Site<B>,
     attention: Attention<B>,
@@ -99,11 +100,6 @@ impl<B: Backend> Layer<B> {
     /// Index of the layer in the model.
     pub fn index(&self) -> usize {
         self.index
-    }
-
-    /// Number of the layer among the layers of its kind: its place in the caches.
-    pub(crate) fn ordinal(&self) -> usize {
-        self.ordinal
     }
 
     /// The attention block.

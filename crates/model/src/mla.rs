@@ -83,9 +83,10 @@ impl<B: Backend> Dsa<B> {
         ordinal: usize,
         select: Select,
     ) -> Result<()> {
-        let Pass { backend, cache, work, selection, observer, rows, hidden } = pass;
-        let rows = *rows;
-        let x = Columns { buffer: &work.x, start: 0, width: *hidden };
+        let rows = pass.rows;
+        let (backend, cache, work) = (&mut *pass.backend, &mut *pass.cache, &mut *pass.work);
+        let selection = &mut *pass.selection;
+        let x = Columns { buffer: &work.x, start: 0, width: pass.hidden };
         let residual = self.columns.q_lora;
         let queries = self.core.heads * self.core.qk_dim;
 
@@ -96,24 +97,20 @@ impl<B: Backend> Dsa<B> {
         if let Some((i, weights)) = indexer {
             let inputs = [&self.q_a, &self.kv_a, &i.key, &i.head_weights, &i.gate];
             backend.linear(rows, x, &inputs, &mut work.dsa_proj, 0)?;
-            backend.dsa_write(
-                &self.core, self.columns, &work.dsa_proj, true, cache, ordinal, &mut work.q_residual,
-            )?;
+            backend.dsa_write(&self.core, self.columns, &work.dsa_proj, true, cache, ordinal, &mut work.q_residual)?;
             let r = Columns { buffer: &work.q_residual, start: 0, width: residual };
             backend.linear(rows, r, &[&self.q_b, &i.query], &mut work.query, 0)?;
             let index_query = Columns { buffer: &work.query, start: queries, width: weights.heads * weights.dim };
             backend.dsa_select(weights, self.columns, index_query, &work.dsa_proj, cache, ordinal, selection)?;
         } else {
             backend.linear(rows, x, &[&self.q_a, &self.kv_a], &mut work.dsa_proj, 0)?;
-            backend.dsa_write(
-                &self.core, self.columns, &work.dsa_proj, false, cache, ordinal, &mut work.q_residual,
-            )?;
+            backend.dsa_write(&self.core, self.columns, &work.dsa_proj, false, cache, ordinal, &mut work.q_residual)?;
             let r = Columns { buffer: &work.q_residual, start: 0, width: residual };
             backend.linear(rows, r, &[&self.q_b], &mut work.query, 0)?;
         }
         let query = Columns { buffer: &work.query, start: 0, width: queries };
         backend.mla(&self.core, query, selection, cache, ordinal, &mut work.dsa_core)?;
-        observer.dsa(At { backend, layer, rows }, &work.q_residual, selection, &work.dsa_core);
+        pass.observer.dsa(At { backend, layer, rows }, &work.q_residual, selection, &work.dsa_core);
         let core = Columns { buffer: &work.dsa_core, start: 0, width: self.core.heads * self.core.v_dim };
         backend.linear(rows, core, &[&self.o], &mut work.y, 0)?;
         Ok(())

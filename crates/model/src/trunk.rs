@@ -7,7 +7,7 @@
 //! [`Model::forward`] the results of its rows can be read until the next call. Nothing is allocated in a step.
 
 use glimmer_checkpoint::TextConfig;
-use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, Step};
+use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, PAGE_TOKENS, Step};
 
 use crate::{
     Error, Limits, MtpStep, Options, Result,
@@ -67,7 +67,8 @@ impl<B: Backend> Model<B> {
         } else {
             None
         };
-        backend.reserve(limits.max_rows, Widths::new(&config).widest(&config), config.max_position_embeddings)?;
+        let context = config.max_position_embeddings.min(limits.pages * PAGE_TOKENS);
+        backend.reserve(limits.max_rows, Widths::new(&config).widest(&config), context)?;
         Ok(Self {
             cache: backend.cache(&shape)?,
             work: Workspace::new(&backend, &config, limits.max_rows)?,
@@ -337,7 +338,12 @@ impl<B: Backend> Model<B> {
         if let Some(far) = step.segments.iter().map(|s| s.position as usize + s.rows as usize).max()
             && far > self.config.max_position_embeddings
         {
-            return Err(limit("tokens of a sequence", far, self.config.max_position_embeddings, "max_position_embeddings"));
+            return Err(limit(
+                "tokens of a sequence",
+                far,
+                self.config.max_position_embeddings,
+                "max_position_embeddings",
+            ));
         }
         step.features.iter().try_for_each(|f| self.check_feature(f.feature as usize))
     }
