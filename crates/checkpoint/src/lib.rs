@@ -8,6 +8,8 @@ pub mod data;
 mod error;
 pub mod fp8;
 pub mod header;
+pub mod int4;
+pub mod inventory;
 mod mapping;
 pub mod shards;
 
@@ -18,4 +20,6 @@ pub use config::{
 };
 pub use data::{Bytes, DType, TensorData};
 pub use error::{Damage, Error, Fault};
+pub use inventory::{ExpertMatrix, Group, Inventory, Projection, TensorSpec};
+pub use mapping::map_file;
 pub use shards::{Shards, StoredTensor};

@@ -15,7 +15,7 @@ use crate::{data::Bytes, error::Error};
 ///
 /// # Errors
 /// [`Error::Io`] when the file cannot be opened or mapped.
-pub(crate) fn map_file(path: &Path) -> Result<Bytes, Error> {
+pub fn map_file(path: &Path) -> Result<Bytes, Error> {
     let file = File::open(path).map_err(|e| Error::io(path, "open", e))?;
     let length = file.metadata().map_err(|e| Error::io(path, "read the size", e))?.len();
     if length == 0 {
