@@ -8,6 +8,7 @@ pub mod cache;
 mod dense;
 mod dsa;
 mod kda;
+pub(crate) mod math;
 mod mhc;
 mod mla;
 mod moe;

@@ -1,4 +1,31 @@
 //! One definition of every sum for all instruction sets: sixteen f32 lanes, fused multiply-add, a fixed order.
+//!
+//! A kernel is written once, generic over [`Simd`], and compiled three times: AVX-512 holds the sixteen lanes in one
+//! register, AVX2 in two, the scalar form in an array. Lane `w` sees the same operations in the same order everywhere and
+//! [`Simd::sum`] adds the lanes in one fixed tree, so the three give the same bits.
+//!
+//! # Invariant
+//! Every operation of [`Simd`] is exactly rounded (IEEE) or exact, and says what it does with NaN. (Payload and sign of a NaN
+//! are not defined.)
+
+#![allow(unsafe_code, reason = "vector instructions and the switch of the instruction set")]
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+pub(crate) mod pack;
+pub(crate) mod product;
+mod scalar;
+pub mod vector;
+
+#[cfg(target_arch = "x86_64")]
+use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+use avx512::Avx512;
+use scalar::Scalar;
+
+use super::types::LANES;
 
 /// An instruction set that the CPU backend can use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,4 +67,115 @@ impl Isa {
     pub fn best() -> Self {
         Self::available().last().unwrap_or(Self::Scalar)
     }
+
+    /// Its usual name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Scalar => "scalar",
+            Self::Avx2 => "AVX2",
+            Self::Avx512 => "AVX-512",
+        }
+    }
+
+    /// Runs a kernel compiled for this instruction set.
+    ///
+    /// # Panics
+    /// When the machine lacks it; [`super::Cpu`] holds only one that it has.
+    #[inline]
+    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        match self {
+            Self::Scalar => kernel.run(Scalar),
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => {
+                assert!(self.is_available(), "the machine has AVX2 and FMA");
+                // SAFETY: the features of `run_avx2` were just found.
+                unsafe { run_avx2(kernel) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => {
+                assert!(self.is_available(), "the machine has AVX-512");
+                // SAFETY: the features of `run_avx512` were just found.
+                unsafe { run_avx512(kernel) }
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            _ => kernel.run(Scalar),
+        }
+    }
+}
+
+/// Work that is compiled once for each instruction set.
+///
+/// `run` must be `#[inline(always)]`, and so must everything it calls with the token; plain loops over fixed-size chunks
+/// inside it are vectorised for the instruction set as well.
+pub trait Kernel {
+    /// The result.
+    type Output;
+
+    /// Does the work.
+    fn run<S: Simd>(self, simd: S) -> Self::Output;
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma")]
+fn run_avx2<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx2::new())
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
+    kernel.run(Avx512::new())
+}
+
+/// Sixteen f32 lanes on one instruction set. A value of an implementing type is the proof that the machine has it.
+pub trait Simd: Copy {
+    /// Sixteen f32.
+    type V: Copy;
+    /// Sixteen 32-bit words.
+    type W: Copy;
+    /// Whether there are registers for sixteen sums at a time (else for four).
+    const WIDE: bool;
+
+    /// The same value in every lane.
+    fn splat(self, x: f32) -> Self::V;
+    /// Sixteen values.
+    fn load(self, x: &[f32; LANES]) -> Self::V;
+    /// Writes the lanes.
+    fn store(self, v: Self::V, to: &mut [f32; LANES]);
+    /// `a + b`.
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a - b`.
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b`.
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a / b`.
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, rounded once.
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `a < b ? a : b`: `b` when either is NaN.
+    fn min(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a > b ? a : b`: `b` when either is NaN.
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    /// Square root.
+    fn sqrt(self, v: Self::V) -> Self::V;
+    /// Absolute value (clears the sign bit).
+    fn abs(self, v: Self::V) -> Self::V;
+    /// Nearest integer, ties to even.
+    fn round(self, v: Self::V) -> Self::V;
+    /// `2^n` for integral `n` in -126 ..= 127; anything for other `n`.
+    fn exp2(self, n: Self::V) -> Self::V;
+    /// Lanes of `a` where the sign bit of `x` is set, else of `b`.
+    fn select_negative(self, x: Self::V, a: Self::V, b: Self::V) -> Self::V;
+    /// The sum of the lanes: lane `i` plus lane `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
+    fn sum(self, v: Self::V) -> f32;
+    /// Sixteen little-endian f32.
+    fn f32_bytes(self, block: &[u8; 64]) -> Self::V;
+    /// Widens 32 BF16: lane `w` of the results holds elements `2w` and `2w + 1`.
+    fn bf16(self, block: &[u8; 64]) -> (Self::V, Self::V);
+    /// Sixteen little-endian words.
+    fn words(self, block: &[u8; 64]) -> Self::W;
+    /// `nibble - 8` of each word's lowest nibble.
+    fn codes(self, words: Self::W) -> Self::V;
+    /// Words shifted right by one nibble.
+    fn next_nibble(self, words: Self::W) -> Self::W;
 }
