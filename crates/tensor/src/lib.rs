@@ -3,6 +3,7 @@
 pub mod backend;
 pub mod cpu;
 mod error;
+pub mod gemm;
 pub mod step;
 
 pub use backend::{
