@@ -58,7 +58,15 @@ pub fn factor<T: Real>(a: &mut [T], n: usize, threads: usize) -> Result<(), NotP
         }
         solved.fill(T::ZERO);
         let inverse = View::new(&narrow[..width * width], width, width, width);
-        gemm(Sign::Plus, View::new(below, rest, width, width), inverse.transposed(), solved, width, Region::Full, threads);
+        gemm(
+            Sign::Plus,
+            View::new(below, rest, width, width),
+            inverse.transposed(),
+            solved,
+            width,
+            Region::Full,
+            threads,
+        );
         for (i, row) in solved.chunks_exact(width).enumerate() {
             a[(k + width + i) * n + k..][..width].copy_from_slice(row);
         }

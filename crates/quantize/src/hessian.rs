@@ -168,7 +168,15 @@ impl Hessian {
         match &self.sums {
             Sums::Single(h) => {
                 let mut y = vec![0.0f32; rows * n];
-                gemm(Sign::Plus, View::new(m, rows, n, n), View::new(&upper_half(h, n), n, n, n), &mut y, n, Region::Full, 1);
+                gemm(
+                    Sign::Plus,
+                    View::new(m, rows, n, n),
+                    View::new(&upper_half(h, n), n, n, n),
+                    &mut y,
+                    n,
+                    Region::Full,
+                    1,
+                );
                 for (y, m) in y.iter().zip(m) {
                     total += 2.0 * f64::from(*y) * f64::from(*m);
                 }
@@ -176,7 +184,15 @@ impl Hessian {
             Sums::Double(h) => {
                 let wide: Vec<f64> = m.iter().map(|&v| f64::from(v)).collect();
                 let mut y = vec![0.0f64; rows * n];
-                gemm(Sign::Plus, View::new(&wide, rows, n, n), View::new(&upper_half(h, n), n, n, n), &mut y, n, Region::Full, 1);
+                gemm(
+                    Sign::Plus,
+                    View::new(&wide, rows, n, n),
+                    View::new(&upper_half(h, n), n, n, n),
+                    &mut y,
+                    n,
+                    Region::Full,
+                    1,
+                );
                 for (y, m) in y.iter().zip(&wide) {
                     total += 2.0 * y * m;
                 }
@@ -234,8 +250,10 @@ impl<'a> Shrunk<'a> {
         self.own.precision()
     }
 
-    /// The upper triangle, `[n, n]`, zeros below.
-    pub fn upper<T: Real>(&self) -> Vec<T> {
+    /// The whole symmetric matrix, `[n, n]`.
+    pub fn symmetric<T: Real>(&self) -> Vec<T> {
+        /// Edge of the squares that are transposed at a time.
+        const TILE: usize = 32;
         let n = self.n();
         let total = self.own.tokens as f64 + self.k;
         let mut out = vec![T::ZERO; n * n];
@@ -249,7 +267,21 @@ impl<'a> Shrunk<'a> {
                 pool.add_row(i, self.k / (total * pool.tokens as f64), row);
             }
         }
+        for i0 in (0..n).step_by(TILE) {
+            for j0 in (0..=i0).step_by(TILE) {
+                for i in i0..(i0 + TILE).min(n) {
+                    for j in j0..(j0 + TILE).min(i) {
+                        out[i * n + j] = out[j * n + i];
+                    }
+                }
+            }
+        }
         out
+    }
+
+    /// Whether input `i` was zero for every token.
+    pub fn diagonal_is_zero(&self, i: usize) -> bool {
+        self.own.mean(i, i) == 0.0 && self.pool.is_none_or(|p| p.mean(i, i) == 0.0)
     }
 
     /// The diagonal, `[n]`.
@@ -317,13 +349,13 @@ mod tests {
         own.add(&tokens(5, n, 3), 1).unwrap();
         pool.add(&tokens(90, n, 4), 1).unwrap();
         let shrunk = Shrunk::towards(&own, &pool, 16.0);
-        let (upper, diagonal) = (shrunk.upper::<f64>(), shrunk.diagonal());
+        let (full, diagonal) = (shrunk.symmetric::<f64>(), shrunk.diagonal());
         for i in 0..n {
-            for j in i..n {
+            for j in 0..n {
                 let expected = (5.0 * own.mean(i, j) + 16.0 * pool.mean(i, j)) / 21.0;
-                assert!((upper[i * n + j] - expected).abs() < 1e-12);
+                assert!((full[i * n + j] - expected).abs() < 1e-12);
             }
-            assert!((diagonal[i] - upper[i * n + i]).abs() < 1e-12);
+            assert!((diagonal[i] - full[i * n + i]).abs() < 1e-12);
         }
     }
 

@@ -1,0 +1,549 @@
+//! GPTQ in the form of a nearest-plane recursion.
+//!
+//! Minimises `tr((W - Q) H (W - Q)^T)` over codes, one column after the other. With `H = R R^T`, `R` upper triangular in
+//! the order of the columns, the objective is `sum_j (R_jj (t_j - q_j))^2` with
+//!
+//! `t_j = w_j + sum over i < j of (w_i - q_i) R_ij / R_jj`,
+//!
+//! so each column is rounded to the code nearest to `t_j`. This is GPTQ exactly: `R^-1` is the upper factor `U` of
+//! `H^-1 = U^T U`, and propagating `(t_i - q_i) / U_ii` through the rows of `U` yields the same `t_j`. But it needs neither
+//! the inverse of `H` nor its second factorisation: one Cholesky of `H` with rows and columns in *reverse* order, whose
+//! `L` is `R` reversed. Ranges of columns are halved recursively, so that nearly all the work is in large matrix products.
+//!
+//! Scales are fixed beforehand. The error of a column is formed against the stored value, `s * q` rounded to bfloat16.
+
+use glimmer_tensor::gemm::{Region, Sign, View, gemm};
+use half::bf16;
+
+use crate::cholesky;
+use crate::hessian::Shrunk;
+use crate::real::{Precision, Real};
+use crate::rtn;
+
+/// Columns that are rounded one by one; wider ranges are halved, the first half's errors carried over by one product.
+const STRIP: usize = 32;
+/// Rows that are rounded together.
+const LANES: usize = 64;
+
+/// In which order columns are rounded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Order {
+    /// By descending diagonal of `H`; groups stay those of the original columns, so nothing of it is stored.
+    Static,
+    /// As stored.
+    None,
+}
+
+/// What becomes of a column whose input was never different from zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeadColumns {
+    /// Rounded to nearest: text beyond the calibration may use it.
+    Keep,
+    /// Set to zero, as llm-compressor does.
+    Zero,
+}
+
+/// Parameters of a solve.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Settings {
+    /// Order of the columns.
+    pub order: Order,
+    /// Share of the mean diagonal that is added to the diagonal.
+    pub damp: f64,
+    /// Dead columns.
+    pub dead: DeadColumns,
+}
+
+#[derive(Debug)]
+struct Triangle<T> {
+    /// `[n, n]`, unit lower triangle: `L[p][q] / L[q][q]`.
+    unit: Vec<T>,
+    /// `[n]`: `L[q][q]`.
+    pivots: Vec<T>,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Single(Triangle<f32>),
+    Double(Triangle<f64>),
+    /// No usable Hessian: round to nearest.
+    Rtn,
+}
+
+/// A factored Hessian, good for every matrix with these inputs.
+#[derive(Debug)]
+pub struct Factor {
+    n: usize,
+    /// Column at each position; positions are rounded from the last to the first.
+    columns: Vec<u32>,
+    /// `[n]`, by column: set to zero before solving.
+    zeroed: Vec<bool>,
+    /// Second moments of the inputs, dead ones at the mean; `[n]`.
+    importance: Vec<f32>,
+    dead: usize,
+    damp: Option<f64>,
+    failed: usize,
+    kind: Kind,
+}
+
+/// Codes of a matrix.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Solution {
+    /// `[rows, cols]`.
+    pub codes: Vec<i8>,
+    /// `tr((W - Q) H (W - Q)^T)` with the damped Hessian (0 after rounding to nearest).
+    pub loss: f64,
+}
+
+impl Factor {
+    /// Factors a Hessian; falls back, in this order, to ten times the dampening (up to 1), to f64, to rounding to nearest.
+    pub fn new(h: &Shrunk<'_>, settings: &Settings, threads: usize) -> Self {
+        let n = h.n();
+        let diagonal = h.diagonal();
+        let live: Vec<f64> = diagonal.iter().copied().filter(|&d| d != 0.0).collect();
+        let dead = n - live.len();
+        let live_mean = live.iter().sum::<f64>() / live.len().max(1) as f64;
+        let zero = settings.dead == DeadColumns::Zero && !live.is_empty();
+        let diagonal: Vec<f64> = diagonal
+            .iter()
+            .map(|&d| match d {
+                0.0 if zero => 1.0,
+                0.0 => live_mean,
+                d => d,
+            })
+            .collect();
+        let zeroed = (0..n).map(|i| zero && h.diagonal_is_zero(i)).collect();
+        let mut columns: Vec<u32> = (0..n as u32).collect();
+        if settings.order == Order::Static {
+            columns.sort_by(|&a, &b| diagonal[b as usize].total_cmp(&diagonal[a as usize]));
+        }
+        columns.reverse();
+        let mut out = Self {
+            n,
+            columns,
+            zeroed,
+            importance: diagonal.iter().map(|&d| d as f32).collect(),
+            dead,
+            damp: None,
+            failed: 0,
+            kind: Kind::Rtn,
+        };
+        if live.is_empty() {
+            return out;
+        }
+        if h.precision() == Precision::Single {
+            if let Some(t) = out.attempt::<f32>(h, &diagonal, settings.damp, threads) {
+                out.kind = Kind::Single(t);
+                return out;
+            }
+        }
+        if let Some(t) = out.attempt::<f64>(h, &diagonal, settings.damp, threads) {
+            out.kind = Kind::Double(t);
+        }
+        out
+    }
+
+    /// Factors in one precision with growing dampening.
+    fn attempt<T: Real>(&mut self, h: &Shrunk<'_>, diagonal: &[f64], damp: f64, threads: usize) -> Option<Triangle<T>> {
+        let n = self.n;
+        let full = h.symmetric::<T>();
+        let mean = diagonal.iter().sum::<f64>() / n as f64;
+        let mut a = vec![T::ZERO; n * n];
+        let mut damp = damp;
+        loop {
+            for (p, (row, &i)) in a.chunks_exact_mut(n).zip(&self.columns).enumerate() {
+                let source = &full[i as usize * n..][..n];
+                for (t, &j) in row[..p].iter_mut().zip(&self.columns) {
+                    *t = source[j as usize];
+                }
+                row[p] = T::of_f64(diagonal[i as usize] + damp * mean);
+            }
+            if cholesky::factor(&mut a, n, threads).is_ok() {
+                break;
+            }
+            self.failed += 1;
+            let next = if damp > 0.0 { damp * 10.0 } else { 0.01 };
+            if next > 1.0 {
+                return None;
+            }
+            damp = next;
+        }
+        self.damp = Some(damp);
+        let pivots: Vec<T> = (0..n).map(|i| a[i * n + i]).collect();
+        for row in a.chunks_exact_mut(n) {
+            row.iter_mut().zip(&pivots).for_each(|(x, &p)| *x = *x / p);
+        }
+        Some(Triangle { unit: a, pivots })
+    }
+
+    /// Second moments of the inputs for weighing scales, `[n]`; dead inputs count as the mean one.
+    pub fn importance(&self) -> &[f32] {
+        &self.importance
+    }
+
+    /// Inputs that were zero for every token.
+    pub fn dead(&self) -> usize {
+        self.dead
+    }
+
+    /// The dampening that worked; `None` when there was no usable Hessian and weights are rounded to nearest.
+    pub fn damp(&self) -> Option<f64> {
+        self.damp
+    }
+
+    /// Factorisations that failed before.
+    pub fn failed(&self) -> usize {
+        self.failed
+    }
+
+    /// Whether the factor is in f64.
+    pub fn precision(&self) -> Option<Precision> {
+        match self.kind {
+            Kind::Single(_) => Some(Precision::Single),
+            Kind::Double(_) => Some(Precision::Double),
+            Kind::Rtn => None,
+        }
+    }
+
+    /// Codes of `w` `[rows, n]` at `scales` `[rows, n / group]`. Rows are independent and are split over `threads`.
+    pub fn solve(&self, w: &[f32], scales: &[bf16], group: usize, threads: usize) -> Solution {
+        match &self.kind {
+            Kind::Single(t) => self.solve_in(t, w, scales, group, threads),
+            Kind::Double(t) => self.solve_in(t, w, scales, group, threads),
+            Kind::Rtn => Solution { codes: rtn::round(w, scales, group), loss: 0.0 },
+        }
+    }
+
+    fn solve_in<T: Real>(
+        &self,
+        triangle: &Triangle<T>,
+        w: &[f32],
+        scales: &[bf16],
+        group: usize,
+        threads: usize,
+    ) -> Solution {
+        let n = self.n;
+        let rows = w.len() / n;
+        let mut codes = vec![0i8; w.len()];
+        let mut losses = vec![0.0f64; rows];
+        let share = rows.div_ceil(threads.max(1)).next_multiple_of(LANES);
+        let mut parts: Vec<_> = w
+            .chunks(share * n)
+            .zip(scales.chunks(share * (n / group)))
+            .zip(codes.chunks_mut(share * n).zip(losses.chunks_mut(share)))
+            .map(|((w, s), (c, l))| Part { factor: self, triangle, group, w, scales: s, codes: c, losses: l })
+            .collect();
+        let last = parts.pop();
+        std::thread::scope(|scope| {
+            for part in parts {
+                scope.spawn(|| part.run());
+            }
+            if let Some(part) = last {
+                part.run();
+            }
+        });
+        Solution { codes, loss: losses.iter().sum() }
+    }
+}
+
+/// Some rows of a solve.
+struct Part<'a, T> {
+    factor: &'a Factor,
+    triangle: &'a Triangle<T>,
+    group: usize,
+    w: &'a [f32],
+    scales: &'a [bf16],
+    codes: &'a mut [i8],
+    losses: &'a mut [f64],
+}
+
+/// The working arrays of a part, `[rows, stride]`, columns in positions.
+struct Work<T> {
+    stride: usize,
+    /// Targets `t`; meaningful for positions that are not rounded yet.
+    targets: Vec<T>,
+    /// Original weights `w`, replaced by errors `w - q` once rounded.
+    errors: Vec<T>,
+    /// Codes of rounded positions, `[rows, n]`.
+    codes: Vec<i8>,
+}
+
+impl<T: Real> Part<'_, T> {
+    fn run(mut self) {
+        let n = self.factor.n;
+        let rows = self.losses.len();
+        // Off the power of two, so that the rows of a tile do not compete for the same lines of the cache.
+        let stride = n + 16;
+        let mut targets = vec![T::ZERO; rows * stride];
+        for (to, from) in targets.chunks_exact_mut(stride).zip(self.w.chunks_exact(n)) {
+            for (x, &c) in to.iter_mut().zip(&self.factor.columns) {
+                *x = if self.factor.zeroed[c as usize] { T::ZERO } else { T::of(from[c as usize]) };
+            }
+        }
+        let mut work = Work { stride, errors: targets.clone(), targets, codes: vec![0; rows * n] };
+        self.range(&mut work, 0, n);
+        for (to, from) in self.codes.chunks_exact_mut(n).zip(work.codes.chunks_exact(n)) {
+            for (&code, &c) in from.iter().zip(&self.factor.columns) {
+                to[c as usize] = code;
+            }
+        }
+    }
+
+    /// Rounds the positions `high - 1` down to `low`, whose targets include everything from `high` on.
+    fn range(&mut self, work: &mut Work<T>, low: usize, high: usize) {
+        let width = high - low;
+        if width <= STRIP {
+            return self.strip(work, low, high);
+        }
+        let half = (width.next_power_of_two() / 2).max(STRIP);
+        let middle = low + half;
+        self.range(work, middle, high);
+        let (n, rows) = (self.factor.n, self.losses.len());
+        let errors = View::new(&work.errors[middle..], rows, high - middle, work.stride);
+        let unit = View::new(&self.triangle.unit[middle * n + low..], high - middle, half, n);
+        gemm(Sign::Plus, errors, unit, &mut work.targets[low..], work.stride, Region::Full, 1);
+        self.range(work, low, middle);
+    }
+
+    /// As [`Part::range`], one position after the other.
+    fn strip(&mut self, work: &mut Work<T>, low: usize, high: usize) {
+        let n = self.factor.n;
+        let columns = &self.factor.columns[low..high];
+        let groups = n / self.group;
+        let mut target = [[T::ZERO; LANES]; STRIP];
+        let mut original = [[T::ZERO; LANES]; STRIP];
+        let mut scale = [[T::ONE; LANES]; STRIP];
+        for first in (0..self.losses.len()).step_by(LANES) {
+            let lanes = LANES.min(self.losses.len() - first);
+            for r in 0..lanes {
+                let row = (first + r) * work.stride + low;
+                let (t, w) = (&work.targets[row..], &work.errors[row..]);
+                let s = &self.scales[(first + r) * groups..][..groups];
+                for (p, &c) in columns.iter().enumerate() {
+                    target[p][r] = t[p];
+                    original[p][r] = w[p];
+                    scale[p][r] = T::of(s[c as usize / self.group].to_f32());
+                }
+            }
+            let mut loss = [T::ZERO; LANES];
+            let mut code = [[T::ZERO; LANES]; STRIP];
+            for p in (0..columns.len()).rev() {
+                let pivot = self.triangle.pivots[low + p];
+                let mut error = [T::ZERO; LANES];
+                for r in 0..LANES {
+                    let s = scale[p][r];
+                    let q = target[p][r].code(s);
+                    let stored = (q * s).to_bf16();
+                    let distance = pivot * (target[p][r] - stored);
+                    loss[r] += distance * distance;
+                    code[p][r] = q;
+                    error[r] = original[p][r] - stored;
+                }
+                let unit = &self.triangle.unit[(low + p) * n + low..][..p];
+                for (row, &factor) in target[..p].iter_mut().zip(unit) {
+                    for (x, &e) in row.iter_mut().zip(&error) {
+                        *x += e * factor;
+                    }
+                }
+                original[p] = error;
+            }
+            for r in 0..lanes {
+                let errors = &mut work.errors[(first + r) * work.stride + low..];
+                let codes = &mut work.codes[(first + r) * n + low..];
+                for p in 0..columns.len() {
+                    errors[p] = original[p][r];
+                    codes[p] = code[p][r].to_f64() as i8;
+                }
+            }
+            for (total, l) in self.losses[first..first + lanes].iter_mut().zip(loss) {
+                *total += l.to_f64();
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::hessian::Hessian;
+    use crate::scales::{ScaleRule, scales};
+
+    const OURS: Settings = Settings { order: Order::Static, damp: 0.01, dead: DeadColumns::Keep };
+
+    fn noise(n: usize, seed: u32) -> Vec<f32> {
+        let mut s = seed;
+        (0..n)
+            .map(|_| {
+                s = s.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                ((s >> 16) as f32 / 32_768.0 - 1.0).to_bf16()
+            })
+            .collect()
+    }
+
+    fn correlated(rows: usize, n: usize, seed: u32) -> Vec<f32> {
+        let mut x = noise(rows * n, seed);
+        for row in x.chunks_mut(n) {
+            for i in 1..n {
+                row[i] = row[i] * (1.0 + (i % 5) as f32) + 0.8 * row[i - 1];
+            }
+        }
+        x
+    }
+
+    /// The textbook form: inverse of `H`, upper factor of the inverse, errors propagated through its rows; all f64.
+    fn textbook(h: &Shrunk<'_>, w: &[f32], scales: &[bf16], group: usize, settings: &Settings) -> Vec<i8> {
+        let n = h.n();
+        let mut full = h.symmetric::<f64>();
+        let diagonal = h.diagonal();
+        let mut perm: Vec<usize> = (0..n).collect();
+        if settings.order == Order::Static {
+            perm.sort_by(|&a, &b| diagonal[b].total_cmp(&diagonal[a]));
+        }
+        let mean = diagonal.iter().sum::<f64>() / n as f64;
+        (0..n).for_each(|i| full[i * n + i] += settings.damp * mean);
+        let at = |i: usize, j: usize| full[perm[i] * n + perm[j]];
+        // Inverse by Gauss-Jordan, then Cholesky of the inverse: inverse = U^T U.
+        let mut a: Vec<Vec<f64>> = (0..n)
+            .map(|i| (0..2 * n).map(|j| if j < n { at(i, j) } else { f64::from(j - n == i) }).collect())
+            .collect();
+        for k in 0..n {
+            let pivot = a[k][k];
+            a[k].iter_mut().for_each(|x| *x /= pivot);
+            for i in 0..n {
+                if i != k {
+                    let f = a[i][k];
+                    let (source, target) = if i < k {
+                        let (x, y) = a.split_at_mut(k);
+                        (y[0].clone(), &mut x[i])
+                    } else {
+                        let (x, y) = a.split_at_mut(i);
+                        (x[k].clone(), &mut y[0])
+                    };
+                    target.iter_mut().zip(source).for_each(|(t, s)| *t -= f * s);
+                }
+            }
+        }
+        let mut u = vec![0.0; n * n];
+        for i in 0..n {
+            for j in i..n {
+                let s: f64 = a[i][n + j] - (0..i).map(|k| u[k * n + i] * u[k * n + j]).sum::<f64>();
+                u[i * n + j] = if i == j { s.sqrt() } else { s / u[i * n + i] };
+            }
+        }
+        let rows = w.len() / n;
+        let mut codes = vec![0; w.len()];
+        for r in 0..rows {
+            let mut row: Vec<f64> = perm.iter().map(|&c| f64::from(w[r * n + c])).collect();
+            for j in 0..n {
+                let s = f64::from(scales[r * (n / group) + perm[j] / group].to_f32());
+                let q = row[j].code(s);
+                codes[r * n + perm[j]] = q as i8;
+                let e = (row[j] - (q * s).to_bf16()) / u[j * n + j];
+                for k in j..n {
+                    row[k] -= e * u[j * n + k];
+                }
+            }
+        }
+        codes
+    }
+
+    #[test]
+    fn the_recursion_equals_the_textbook_form() {
+        let (n, rows) = (256, 9);
+        let mut h = Hessian::new(n);
+        h.add(&correlated(400, n, 5), 1).unwrap();
+        let w = noise(rows * n, 6);
+        for order in [Order::Static, Order::None] {
+            let settings = Settings { order, ..OURS };
+            let s = scales(ScaleRule::Minmax, &w, n, 128, None);
+            let shrunk = Shrunk::own(&h);
+            let solution = Factor::new(&shrunk, &settings, 1).solve(&w, &s, 128, 2);
+            assert!(solution.codes == textbook(&shrunk, &w, &s, 128, &settings));
+        }
+    }
+
+    #[test]
+    fn loss_is_the_objective() {
+        let (n, rows) = (256, 5);
+        let mut h = Hessian::new(n);
+        h.add(&correlated(300, n, 1), 1).unwrap();
+        let w = noise(rows * n, 2);
+        let s = scales(ScaleRule::Minmax, &w, n, 128, None);
+        let shrunk = Shrunk::own(&h);
+        let solution = Factor::new(&shrunk, &OURS, 1).solve(&w, &s, 128, 1);
+        let e: Vec<f32> = rtn::dequantize(&solution.codes, &s, 128).iter().zip(&w).map(|(q, w)| w - q).collect();
+        let mean = shrunk.diagonal().iter().sum::<f64>() / n as f64;
+        let ridge = OURS.damp * mean * e.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
+        let objective = h.energy(&e) + ridge;
+        assert!((solution.loss - objective).abs() < 1e-5 * objective, "{} {objective}", solution.loss);
+        let rounded = rtn::dequantize(&rtn::round(&w, &s, 128), &s, 128);
+        let e: Vec<f32> = rounded.iter().zip(&w).map(|(q, w)| w - q).collect();
+        assert!(h.energy(&e) > 1.2 * objective, "GPTQ beats rounding to nearest");
+    }
+
+    #[test]
+    fn single_precision_agrees_and_threads_do_not_matter() {
+        let (n, rows) = (384, 130);
+        let x = correlated(900, n, 3);
+        let (mut single, mut double) =
+            (Hessian::with_precision(n, Precision::Single), Hessian::with_precision(n, Precision::Double));
+        single.add(&x, 1).unwrap();
+        double.add(&x, 1).unwrap();
+        let w = noise(rows * n, 4);
+        let s = scales(ScaleRule::Minmax, &w, n, 128, None);
+        let exact = Factor::new(&Shrunk::own(&double), &OURS, 1).solve(&w, &s, 128, 1);
+        let factor = Factor::new(&Shrunk::own(&single), &OURS, 1);
+        assert_eq!(factor.precision(), Some(Precision::Single));
+        let one = factor.solve(&w, &s, 128, 1);
+        let three = Factor::new(&Shrunk::own(&single), &OURS, 3).solve(&w, &s, 128, 3);
+        assert_eq!(one, three);
+        let equal = one.codes.iter().zip(&exact.codes).filter(|(a, b)| a == b).count();
+        assert!(equal as f64 > 0.999 * exact.codes.len() as f64, "{equal} of {}", exact.codes.len());
+    }
+
+    #[test]
+    fn dead_columns_are_kept_or_zeroed_as_asked() {
+        let n = 128;
+        let mut x = correlated(300, n, 7);
+        x.chunks_mut(n).for_each(|row| row[40] = 0.0);
+        let mut h = Hessian::new(n);
+        h.add(&x, 1).unwrap();
+        let w: Vec<f32> = noise(4 * n, 8).iter().map(|x| x + 0.01).collect();
+        let s = scales(ScaleRule::Minmax, &w, n, 128, None);
+        let nearest = rtn::round(&w, &s, 128);
+        for (dead, zero) in [(DeadColumns::Keep, false), (DeadColumns::Zero, true)] {
+            let factor = Factor::new(&Shrunk::own(&h), &Settings { dead, ..OURS }, 1);
+            assert_eq!(factor.dead(), 1);
+            let codes = factor.solve(&w, &s, 128, 1).codes;
+            for r in 0..4 {
+                assert_eq!(codes[r * n + 40], if zero { 0 } else { nearest[r * n + 40] });
+            }
+        }
+    }
+
+    #[test]
+    fn dampening_escalates_before_anything_else_gives_way() {
+        let n = 128;
+        // One direction only and no dampening: the second pivot vanishes until dampening is raised.
+        let mut h = Hessian::new(n);
+        h.add(&vec![1.0; n], 1).unwrap();
+        let factor = Factor::new(&Shrunk::own(&h), &Settings { damp: 0.0, ..OURS }, 1);
+        assert!(factor.failed() >= 1);
+        assert_eq!(factor.damp(), Some(0.01));
+    }
+
+    #[test]
+    fn without_tokens_weights_are_rounded_to_nearest() {
+        let n = 128;
+        let w = noise(3 * n, 9);
+        let s = scales(ScaleRule::Minmax, &w, n, 128, None);
+        for dead in [DeadColumns::Keep, DeadColumns::Zero] {
+            let h = Hessian::new(n);
+            let factor = Factor::new(&Shrunk::own(&h), &Settings { dead, ..OURS }, 1);
+            assert_eq!((factor.damp(), factor.precision()), (None, None));
+            assert_eq!(factor.solve(&w, &s, 128, 1).codes, rtn::round(&w, &s, 128));
+        }
+    }
+}
