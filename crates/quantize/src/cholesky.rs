@@ -26,9 +26,10 @@ pub struct NotPositive {
 /// [`NotPositive`] when a pivot is zero, negative or not a number; `a` is then spoiled.
 pub fn factor<T: Real>(a: &mut [T], n: usize, threads: usize) -> Result<(), NotPositive> {
     assert_eq!(a.len(), n * n, "a square matrix");
-    let mut diagonal = vec![0.0f64; PANEL * PANEL];
-    let mut inverse = vec![0.0f64; PANEL * PANEL];
-    let mut narrow = vec![T::ZERO; PANEL * PANEL];
+    let edge = PANEL.min(n);
+    let mut diagonal = vec![0.0f64; edge * edge];
+    let mut inverse = vec![0.0f64; edge * edge];
+    let mut narrow = vec![T::ZERO; edge * edge];
     let mut below = vec![T::ZERO; n.saturating_sub(PANEL) * PANEL];
     let mut solved = vec![T::ZERO; n.saturating_sub(PANEL) * PANEL];
     for k in (0..n).step_by(PANEL) {

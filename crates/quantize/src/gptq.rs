@@ -133,11 +133,11 @@ impl Factor {
         if live.is_empty() {
             return out;
         }
-        if h.precision() == Precision::Single {
-            if let Some(t) = out.attempt::<f32>(h, &diagonal, settings.damp, threads) {
-                out.kind = Kind::Single(t);
-                return out;
-            }
+        if h.precision() == Precision::Single
+            && let Some(t) = out.attempt::<f32>(h, &diagonal, settings.damp, threads)
+        {
+            out.kind = Kind::Single(t);
+            return out;
         }
         if let Some(t) = out.attempt::<f64>(h, &diagonal, settings.damp, threads) {
             out.kind = Kind::Double(t);

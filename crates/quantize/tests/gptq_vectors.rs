@@ -1,5 +1,5 @@
 //! llm-compressor's own solver on nine cases: scales and every code must be equal.
-#![allow(missing_docs, reason = "a test")]
+#![allow(missing_docs, clippy::unwrap_used, reason = "a test")]
 
 use glimmer_quantize::gptq::{DeadColumns, Factor, Order, Settings};
 use glimmer_quantize::hessian::{Hessian, Shrunk};
