@@ -1,27 +1,194 @@
-//! Hyper-connections.
+//! Manifold-constrained hyper-connections (mHC): several residual streams, mixed by small matrices that each row computes
+//! for itself.
+//!
+//! With `x` the concatenation of the `n` streams and `m = W x / rms(x)`:
+//!
+//! - `pre[i] = sigmoid(m[i] scale[0] + base[i]) + eps`: weights of the streams in the sub-block's input `u`,
+//! - `post[i] = 2 sigmoid(m[n + i] scale[1] + base[n + i])`: weights of the sub-block's output in the streams,
+//! - `C[i][j] = softmax_j(m[2n + n i + j] scale[2] + base[2n + n i + j]) + eps`, then made doubly stochastic (Sinkhorn):
+//!   columns first and last, `iters` times, rows in between, every division by `sum + eps`,
+//! - after the sub-block: `S'[j] = post[j] y + sum_i C[i][j] S[i]`, old stream `i`, new stream `j`.
+//!
+//! Two epsilons: `rms_eps` under the root of the RMS, `eps` everywhere else. Everything is f32.
 
-use super::{Cpu, CpuBuffer};
+use super::{
+    Chunks, Cpu, CpuBuffer, CpuMatrix,
+    simd::{
+        attend::{Weights, dots, rms_norm},
+        lanes,
+        streams::{MAX_STREAMS, collapse, merge, sum_of_squares},
+    },
+    types::{require, require_equal},
+};
 use crate::{Error, MhcWeights, Norm, Result, Streams};
 
+/// Most coefficients of a row.
+const MAX_COEFFICIENTS: usize = 2 * MAX_STREAMS + MAX_STREAMS * MAX_STREAMS;
+
+/// The mixing step of the previous sub-block, then this mixer and the norm.
 pub(super) fn mhc(
-    _cpu: &mut Cpu,
-    _rows: usize,
-    _mixer: &MhcWeights<Cpu>,
-    _norm: &Norm<Cpu>,
-    _y: Option<&CpuBuffer>,
-    _streams: &mut Streams<Cpu>,
-    _x: &mut CpuBuffer,
+    cpu: &mut Cpu,
+    rows: usize,
+    mixer: &MhcWeights<Cpu>,
+    norm: &Norm<Cpu>,
+    y: Option<&CpuBuffer>,
+    streams: &mut Streams<Cpu>,
+    x: &mut CpuBuffer,
 ) -> Result<()> {
-    Err(Error::Capacity { what: "stage `mhc` is not built yet", needed: 1, available: 0 })
+    let n = mixer.streams;
+    let width = checked(n, rows, norm, y, streams)?;
+    x.require("mhc: the normed input", rows, width)?;
+    require_equal("mhc: columns of the mixing matrix", n * width, mixer.mix.columns())?;
+    require_equal("mhc: rows of the mixing matrix", 2 * n + n * n, mixer.mix.out())?;
+    require_equal("mhc: base", 2 * n + n * n, mixer.base.len())?;
+    require_equal("mhc: scale", 3, mixer.scale.len())?;
+    let mix = stored("mhc: mixing matrix", &mixer.mix)?;
+    let isa = cpu.isa;
+    merge_rows(cpu, rows, n, y, streams);
+
+    let (x_width, collapsed_width) = (x.width(), streams.collapsed.width());
+    let source = &streams.x;
+    let outputs = (
+        Chunks::new(&mut streams.post.as_mut_slice()[..rows * n], n),
+        Chunks::new(&mut streams.comb.as_mut_slice()[..rows * n * n], n * n),
+        Chunks::new(&mut streams.collapsed.as_mut_slice()[..rows * collapsed_width], collapsed_width),
+        Chunks::new(&mut x.as_mut_slice()[..rows * x_width], x_width),
+    );
+    cpu.pool.split(outputs, |row, (post, comb, collapsed, x), _| {
+        let s = &source.row(row)[..n * width];
+        let mut pre = [0.0; MAX_STREAMS];
+        let mut m = [0.0; MAX_COEFFICIENTS];
+        let m = &mut m[..2 * n + n * n];
+        dots(isa, mix, m.len(), s.len(), s, m, m.len());
+        let scale = 1.0 / (sum_of_squares(isa, s) / s.len() as f32 + mixer.rms_eps).sqrt();
+        for m in &mut *m {
+            *m *= scale;
+        }
+        coefficients(mixer, m, &mut pre[..n], post, comb);
+        let u = &mut collapsed[..width];
+        collapse(isa, &pre[..n], s, u);
+        rms_norm(isa, norm.eps, norm.weight.as_slice(), u, &mut x[..width]);
+    });
+    Ok(())
 }
 
+/// The last mixing step, then the norm of the mean stream.
 pub(super) fn mhc_head(
-    _cpu: &mut Cpu,
-    _rows: usize,
-    _norm: &Norm<Cpu>,
-    _y: &CpuBuffer,
-    _streams: &mut Streams<Cpu>,
-    _hidden: &mut CpuBuffer,
+    cpu: &mut Cpu,
+    rows: usize,
+    norm: &Norm<Cpu>,
+    y: &CpuBuffer,
+    streams: &mut Streams<Cpu>,
+    hidden: &mut CpuBuffer,
 ) -> Result<()> {
-    Err(Error::Capacity { what: "stage `mhc_head` is not built yet", needed: 1, available: 0 })
+    let n = streams.post.width();
+    let width = checked(n, rows, norm, Some(y), streams)?;
+    hidden.require("mhc_head: the hidden states", rows, width)?;
+    let isa = cpu.isa;
+    merge_rows(cpu, rows, n, Some(y), streams);
+    let hidden_width = hidden.width();
+    let collapsed_width = streams.collapsed.width();
+    let source = &streams.x;
+    let outputs = (
+        Chunks::new(&mut streams.collapsed.as_mut_slice()[..rows * collapsed_width], collapsed_width),
+        Chunks::new(&mut hidden.as_mut_slice()[..rows * hidden_width], hidden_width),
+    );
+    cpu.pool.split(outputs, |row, (mean, hidden), _| {
+        let mean = &mut mean[..width];
+        collapse(isa, &[1.0; MAX_STREAMS][..n], source.row(row), mean);
+        for v in &mut *mean {
+            *v /= n as f32;
+        }
+        rms_norm(isa, norm.eps, norm.weight.as_slice(), mean, &mut hidden[..width]);
+    });
+    Ok(())
 }
+
+/// Width of a stream, when all buffers agree.
+fn checked(n: usize, rows: usize, norm: &Norm<Cpu>, y: Option<&CpuBuffer>, streams: &Streams<Cpu>) -> Result<usize> {
+    if n == 0 {
+        return Err(Error::Capacity { what: "mhc: streams", needed: 1, available: 0 });
+    }
+    require("mhc: streams", n, MAX_STREAMS)?;
+    let width = norm.weight.len();
+    require_equal("mhc: width of the streams", n * width, streams.x.width())?;
+    require_equal("mhc: width of post", n, streams.post.width())?;
+    require_equal("mhc: width of comb", n * n, streams.comb.width())?;
+    streams.x.require("mhc: the streams", rows, n * width)?;
+    streams.post.require("mhc: post", rows, n)?;
+    streams.comb.require("mhc: comb", rows, n * n)?;
+    streams.collapsed.require("mhc: the collapsed input", rows, width)?;
+    y.map_or(Ok(()), |y| y.require("mhc: the sub-block's output", rows, width))?;
+    Ok(width)
+}
+
+/// `S'[j] = post[j] y + sum_i C[i][j] S[i]` for every row.
+fn merge_rows(cpu: &Cpu, rows: usize, n: usize, y: Option<&CpuBuffer>, streams: &mut Streams<Cpu>) {
+    let Some(y) = y else { return };
+    let (isa, line) = (cpu.isa, streams.x.width());
+    let (post, comb) = (&streams.post, &streams.comb);
+    cpu.pool.split(Chunks::new(&mut streams.x.as_mut_slice()[..rows * line], line), |row, s, _| {
+        merge(isa, post.row(row), comb.row(row), &y.row(row)[..line / n], s);
+    });
+}
+
+/// The coefficients from the normalised mixing products `m`.
+fn coefficients(mixer: &MhcWeights<Cpu>, m: &[f32], pre: &mut [f32], post: &mut [f32], comb: &mut [f32]) {
+    let n = mixer.streams;
+    let (base, scale) = (mixer.base.as_slice(), mixer.scale.as_slice());
+    let logit = |i: usize, part: usize| m[i].mul_add(scale[part], base[i]);
+    for i in 0..n {
+        pre[i] = lanes::sigmoid(logit(i, 0)) + mixer.eps;
+        post[i] = 2.0 * lanes::sigmoid(logit(n + i, 1));
+    }
+    for (i, row) in comb.chunks_exact_mut(n).enumerate() {
+        for (j, c) in row.iter_mut().enumerate() {
+            *c = logit(2 * n + n * i + j, 2);
+        }
+        let top = row.iter().copied().fold(f32::NEG_INFINITY, |m, v| if v > m { v } else { m });
+        for c in &mut *row {
+            *c = lanes::exp(*c - top);
+        }
+        let sum: f32 = row.iter().sum();
+        for c in row {
+            *c = *c / sum + mixer.eps;
+        }
+    }
+    sinkhorn(n, mixer.sinkhorn_iters, mixer.eps, comb);
+}
+
+/// `iters` column normalisations with row normalisations between them.
+fn sinkhorn(n: usize, iters: usize, eps: f32, comb: &mut [f32]) {
+    for k in 0..iters {
+        if k > 0 {
+            for row in comb.chunks_exact_mut(n) {
+                let sum = row.iter().sum::<f32>() + eps;
+                for c in row {
+                    *c /= sum;
+                }
+            }
+        }
+        for j in 0..n {
+            let sum = (0..n).map(|i| comb[i * n + j]).sum::<f32>() + eps;
+            for i in 0..n {
+                comb[i * n + j] /= sum;
+            }
+        }
+    }
+}
+
+/// A dense matrix's bytes.
+pub(super) fn stored<'a>(what: &'static str, matrix: &'a CpuMatrix) -> Result<Weights<'a>> {
+    match matrix {
+        CpuMatrix::Bf16 { bytes, .. } => Ok(Weights::Bf16(bytes.as_slice())),
+        CpuMatrix::F32 { bytes, .. } => Ok(Weights::F32(bytes.as_slice())),
+        CpuMatrix::Int4 { .. } => Err(Error::Weight {
+            name: what.to_owned(),
+            expected: "BF16 or F32".to_owned(),
+            found: "INT4 (only routed experts are quantized)".to_owned(),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests;

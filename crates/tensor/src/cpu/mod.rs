@@ -17,6 +17,9 @@ pub mod simd;
 pub mod types;
 mod vision;
 
+#[cfg(test)]
+mod testing;
+
 pub use cache::CpuCache;
 use glimmer_checkpoint::TensorData;
 pub use pool::{Chunks, Panel, Panels, Pool, Scratch};

@@ -27,6 +27,14 @@ use scalar::Scalar;
 
 use super::types::LANES;
 
+#![allow(unsafe_code, reason = "vector instructions and the switch of the instruction set")]
+
+pub(crate) mod attend;
+pub(crate) mod delta;
+pub(crate) mod gelu;
+pub(crate) mod lanes;
+pub(crate) mod streams;
+
 /// An instruction set that the CPU backend can use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Isa {

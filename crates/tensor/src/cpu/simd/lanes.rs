@@ -1,0 +1,215 @@
+//! Sixteen f32 lanes in plain Rust, compiled once for each instruction set.
+//!
+//! A kernel is written once over `[f32; 16]` with [`f32::mul_add`] and put through [`multiversion!`], which compiles the
+//! same body with AVX-512, with AVX2 and without either. Every operation is an IEEE operation in a written order and the
+//! compiler may not reassociate them, so all versions give the same bits; only the registers differ.
+
+/// One register of the widest instruction set.
+pub(crate) type Lanes = [f32; LANES];
+
+pub(crate) use crate::cpu::types::LANES;
+
+/// Defines a function that takes an [`Isa`](super::Isa) first and runs its body compiled for that instruction set.
+macro_rules! multiversion {
+    ($(#[$meta:meta])* pub(crate) fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
+        $(#[$meta])*
+        pub(crate) fn $name(isa: $crate::cpu::Isa, $($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            fn body($($arg: $ty),*) $(-> $ret)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")]
+                fn avx512($($arg: $ty),*) $(-> $ret)? {
+                    body($($arg),*)
+                }
+                #[target_feature(enable = "avx2,fma")]
+                fn avx2($($arg: $ty),*) $(-> $ret)? {
+                    body($($arg),*)
+                }
+                match isa {
+                    // SAFETY: a device is only made for an instruction set that this machine has.
+                    $crate::cpu::Isa::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    $crate::cpu::Isa::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::cpu::Isa::Scalar => {}
+                }
+            }
+            #[cfg(not(target_arch = "x86_64"))]
+            let _ = isa;
+            body($($arg),*)
+        }
+    };
+}
+pub(crate) use multiversion;
+
+/// `acc += a * b` in each lane.
+#[inline(always)]
+pub(crate) fn fma(acc: &mut Lanes, a: &Lanes, b: &Lanes) {
+    for l in 0..LANES {
+        acc[l] = a[l].mul_add(b[l], acc[l]);
+    }
+}
+
+/// `acc += a * b` in each lane, with one factor for all lanes.
+#[inline(always)]
+pub(crate) fn fma_scalar(acc: &mut Lanes, a: f32, b: &Lanes) {
+    for l in 0..LANES {
+        acc[l] = a.mul_add(b[l], acc[l]);
+    }
+}
+
+/// The sum of all lanes: lane `i` + lane `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
+#[inline(always)]
+pub(crate) fn tree(v: &Lanes) -> f32 {
+    let mut w = *v;
+    for half in [8, 4, 2, 1] {
+        for l in 0..half {
+            w[l] += w[l + half];
+        }
+    }
+    w[0]
+}
+
+/// Up to sixteen values, the missing ones zero.
+#[inline(always)]
+pub(crate) fn padded(values: &[f32]) -> Lanes {
+    let mut lanes = [0.0; LANES];
+    for (lane, v) in lanes.iter_mut().zip(values) {
+        *lane = *v;
+    }
+    lanes
+}
+
+/// The sum of products: lane `l` takes the elements `16 i + l` in order, then the tree.
+#[inline(always)]
+pub(crate) fn dot_lanes(a: &[f32], b: &[f32]) -> f32 {
+    let mut acc = [0.0; LANES];
+    let (a, a_rest) = a.as_chunks::<LANES>();
+    let (b, b_rest) = b.as_chunks::<LANES>();
+    for (a, b) in a.iter().zip(b) {
+        fma(&mut acc, a, b);
+    }
+    if !a_rest.is_empty() {
+        fma(&mut acc, &padded(a_rest), &padded(b_rest));
+    }
+    tree(&acc)
+}
+
+/// The sum, in the order of [`dot_lanes`].
+#[inline(always)]
+pub(crate) fn sum_lanes(a: &[f32]) -> f32 {
+    let mut acc = [0.0; LANES];
+    let (a, rest) = a.as_chunks::<LANES>();
+    for a in a {
+        for l in 0..LANES {
+            acc[l] += a[l];
+        }
+    }
+    if !rest.is_empty() {
+        let rest = padded(rest);
+        for l in 0..LANES {
+            acc[l] += rest[l];
+        }
+    }
+    tree(&acc)
+}
+
+/// `1 / sqrt(mean(x^2) + eps)`.
+#[inline(always)]
+pub(crate) fn inverse_rms(x: &[f32], eps: f32) -> f32 {
+    1.0 / (dot_lanes(x, x) / x.len() as f32 + eps).sqrt()
+}
+
+/// Sixteen weights as f32.
+pub(crate) trait Stored {
+    /// Bytes of an element.
+    const BYTES: usize;
+
+    /// Up to sixteen elements, the missing ones zero.
+    fn lanes(bytes: &[u8]) -> Lanes;
+}
+
+/// Little-endian BF16.
+#[derive(Debug)]
+pub(crate) enum Bf16 {}
+
+/// Little-endian F32.
+#[derive(Debug)]
+pub(crate) enum F32 {}
+
+impl Stored for Bf16 {
+    const BYTES: usize = 2;
+
+    #[inline(always)]
+    fn lanes(bytes: &[u8]) -> Lanes {
+        let mut lanes = [0.0; LANES];
+        if let Some(bytes) = bytes.first_chunk::<{ 2 * LANES }>() {
+            for l in 0..LANES {
+                lanes[l] = f32::from_bits(u32::from(u16::from_le_bytes([bytes[2 * l], bytes[2 * l + 1]])) << 16);
+            }
+        } else {
+            for (lane, b) in lanes.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                *lane = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
+            }
+        }
+        lanes
+    }
+}
+
+impl Stored for F32 {
+    const BYTES: usize = 4;
+
+    #[inline(always)]
+    fn lanes(bytes: &[u8]) -> Lanes {
+        let mut lanes = [0.0; LANES];
+        if let Some(bytes) = bytes.first_chunk::<{ 4 * LANES }>() {
+            for (lane, b) in lanes.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *lane = f32::from_le_bytes(*b);
+            }
+        } else {
+            for (lane, b) in lanes.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                *lane = f32::from_le_bytes(*b);
+            }
+        }
+        lanes
+    }
+}
+
+/// `e^x` to about one unit in the last place: `2^n e^r` with `n` the nearest integer to `x / ln 2` and a polynomial of
+/// degree 7 in `r`. NaN stays NaN, large values give infinity, very negative ones zero.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    // Written as comparisons that are false for NaN, so that NaN passes.
+    let x = if x > 89.0 { 89.0 } else { x };
+    let x = if x < -104.0 { -104.0 } else { x };
+    // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
+    const SHIFT: f32 = 12_582_912.0;
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, SHIFT);
+    let n = shifted - SHIFT;
+    let k = (shifted.to_bits() as i32).wrapping_sub(SHIFT.to_bits() as i32);
+    // ln 2 in two parts, the first with few bits.
+    let r = n.mul_add(-0.693_359_4, x);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let mut p = 1.987_569_1e-4_f32;
+    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
+        p = p.mul_add(r, c);
+    }
+    let e = p.mul_add(r * r, r) + 1.0;
+    // 2^k in two factors: k reaches 128 and -150, beyond the exponents of normal numbers.
+    let half = k >> 1;
+    let power = |k: i32| f32::from_bits((k.wrapping_add(127) as u32) << 23);
+    e * power(half) * power(k.wrapping_sub(half))
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// `x sigmoid(x)`.
+#[inline(always)]
+pub(crate) fn silu(x: f32) -> f32 {
+    x / (1.0 + exp(-x))
+}
