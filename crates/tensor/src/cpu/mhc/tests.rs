@@ -1,3 +1,7 @@
+//! Rules and equalities of the stage.
+
+#![allow(clippy::float_cmp, reason = "exact results are meant")]
+
 use super::{mhc, mhc_head, sinkhorn};
 use crate::{
     MhcWeights, Norm, Streams,

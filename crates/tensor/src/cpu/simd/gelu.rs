@@ -64,6 +64,7 @@ mod tests {
     }
 
     #[test]
+    #[allow(clippy::float_cmp, reason = "the limits are exact")]
     fn gelu_passes_its_limits() {
         assert_eq!(gelu(0.0), 0.0);
         assert_eq!(gelu(100.0), 100.0);

@@ -28,11 +28,11 @@ macro_rules! multiversion {
                     body($($arg),*)
                 }
                 match isa {
-                    // SAFETY: a device is only made for an instruction set that this machine has.
-                    $crate::cpu::Isa::Avx512 => return unsafe { avx512($($arg),*) },
-                    // SAFETY: as above.
-                    $crate::cpu::Isa::Avx2 => return unsafe { avx2($($arg),*) },
-                    $crate::cpu::Isa::Scalar => {}
+                    // SAFETY: the features were just found.
+                    $crate::cpu::Isa::Avx512 if isa.is_available() => return unsafe { avx512($($arg),*) },
+                    // SAFETY: the features were just found.
+                    $crate::cpu::Isa::Avx2 if isa.is_available() => return unsafe { avx2($($arg),*) },
+                    _ => {}
                 }
             }
             #[cfg(not(target_arch = "x86_64"))]

@@ -10,13 +10,18 @@
 
 #![allow(unsafe_code, reason = "vector instructions and the switch of the instruction set")]
 
+pub(crate) mod attend;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod delta;
+pub(crate) mod gelu;
+pub(crate) mod lanes;
 pub(crate) mod pack;
 pub(crate) mod product;
 mod scalar;
+pub(crate) mod streams;
 pub mod vector;
 
 #[cfg(target_arch = "x86_64")]
@@ -26,14 +31,6 @@ use avx512::Avx512;
 use scalar::Scalar;
 
 use super::types::LANES;
-
-#![allow(unsafe_code, reason = "vector instructions and the switch of the instruction set")]
-
-pub(crate) mod attend;
-pub(crate) mod delta;
-pub(crate) mod gelu;
-pub(crate) mod lanes;
-pub(crate) mod streams;
 
 /// An instruction set that the CPU backend can use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
