@@ -1,5 +1,7 @@
 //! Dense stages: equal bits on every instruction set, in every batch and on any number of threads; right against f64.
 
+#![allow(clippy::unwrap_used, reason = "a failure is a failed test")]
+
 mod material;
 
 use glimmer_tensor::{

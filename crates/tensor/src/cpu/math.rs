@@ -128,3 +128,86 @@ impl Isa {
         self.run(ClampedSwiglu { gate, up, limit });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The smallest f32.
+    const DENORMAL: f64 = f32::from_bits(1) as f64;
+
+    /// Arguments over the whole range, and special ones.
+    fn arguments() -> Vec<f32> {
+        let mut x: Vec<f32> = (-120_000..120_000).map(|i| i as f32 * 1.003e-3).collect();
+        x.extend((0..2000).map(|i| -f32::from_bits(i * 500_009)));
+        x.extend([0.0, -0.0, 1e-40, -1e-40, f32::MAX, f32::MIN, f32::INFINITY, f32::NEG_INFINITY, f32::NAN]);
+        x
+    }
+
+    /// Distance in units of the last place of `exact`, or of `smallest` where that is more.
+    fn ulps(found: f32, exact: f64, smallest: f64) -> f64 {
+        let unit = (exact.abs() * f64::from(f32::EPSILON) / 2.0).max(smallest);
+        (f64::from(found) - exact).abs() / unit
+    }
+
+    fn check(apply: impl Fn(Isa, &mut [f32]), exact: impl Fn(f64) -> f64, bound: f64, smallest: f64) {
+        let x = arguments();
+        let mut scalar = x.clone();
+        apply(Isa::Scalar, &mut scalar);
+        for (x, y) in x.iter().zip(&scalar) {
+            let e = exact(f64::from(*x));
+            if e.is_nan() {
+                assert!(y.is_nan(), "f({x}) = {y}");
+            } else if e > f64::from(f32::MAX) {
+                assert!(y.is_infinite(), "f({x}) = {y}");
+            } else {
+                assert!(
+                    ulps(*y, e, smallest) <= bound,
+                    "f({x:e}) = {y:e} instead of {e:e}: {} ulp",
+                    ulps(*y, e, smallest)
+                );
+            }
+        }
+        for isa in Isa::available() {
+            let mut y = x.clone();
+            apply(isa, &mut y);
+            for i in 0..x.len() {
+                assert!(
+                    y[i].to_bits() == scalar[i].to_bits() || (y[i].is_nan() && scalar[i].is_nan()),
+                    "{isa:?} {}",
+                    x[i]
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn exp_is_right_to_two_ulp_from_zero_to_infinity() {
+        check(Isa::exp, f64::exp, 2.0, DENORMAL);
+    }
+
+    #[test]
+    fn sigmoid_is_right_to_four_ulp_on_both_sides() {
+        check(Isa::sigmoid, |x| 1.0 / (1.0 + (-x).exp()), 4.0, DENORMAL);
+    }
+
+    #[test]
+    fn silu_is_right_to_five_ulp() {
+        // The sigmoid of arguments near -100 is a few units of the smallest number, which the product makes coarser.
+        check(Isa::silu, |x| x / (1.0 + (-x).exp()), 5.0, 100.0 * DENORMAL);
+    }
+
+    #[test]
+    fn a_value_does_not_depend_on_its_place_in_the_slice() {
+        let x: Vec<f32> = (0..37).map(|i| i as f32 / 3.0 - 6.0).collect();
+        for isa in Isa::available() {
+            let mut together = x.clone();
+            isa.silu(&mut together);
+            for (x, y) in x.iter().zip(together) {
+                let mut alone = [*x];
+                isa.silu(&mut alone);
+                assert_eq!(alone[0].to_bits(), y.to_bits());
+            }
+        }
+    }
+}
