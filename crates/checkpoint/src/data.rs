@@ -100,18 +100,45 @@ impl fmt::Display for DType {
     }
 }
 
+/// Who keeps bytes alive.
+pub(crate) trait Owner: Send + Sync {
+    /// All bytes.
+    fn bytes(&self) -> &[u8];
+
+    /// The bytes in `range` will not be read soon.
+    fn release(&self, _range: Range<usize>) {}
+}
+
+struct Held<T>(T);
+
+impl<T: AsRef<[u8]> + Send + Sync> Owner for Held<T> {
+    fn bytes(&self) -> &[u8] {
+        self.0.as_ref()
+    }
+}
+
 /// Bytes with an owner: a mapped file, a static slice or a vector. Cloning shares the owner.
 #[derive(Clone)]
 pub struct Bytes {
-    owner: Arc<dyn AsRef<[u8]> + Send + Sync>,
+    owner: Arc<dyn Owner>,
     range: Range<usize>,
 }
 
 impl Bytes {
     /// All bytes of `owner`.
     pub fn new(owner: impl AsRef<[u8]> + Send + Sync + 'static) -> Self {
-        let len = owner.as_ref().len();
+        Self::owned(Held(owner))
+    }
+
+    pub(crate) fn owned(owner: impl Owner + 'static) -> Self {
+        let len = owner.bytes().len();
         Self { owner: Arc::new(owner), range: 0..len }
+    }
+
+    /// Says that these bytes will not be read soon, so that pages of a mapped file stop counting as this process's memory.
+    /// They stay readable: a later read fetches them again.
+    pub fn release(&self) {
+        self.owner.release(self.range.clone());
     }
 
     /// The part `range` (relative to this value); `None` when it reaches beyond the end.
@@ -123,7 +150,7 @@ impl Bytes {
 
     /// The bytes.
     pub fn as_slice(&self) -> &[u8] {
-        &(*self.owner).as_ref()[self.range.clone()]
+        &self.owner.bytes()[self.range.clone()]
     }
 }
 

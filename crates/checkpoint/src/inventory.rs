@@ -80,6 +80,11 @@ impl Group {
         }
     }
 
+    /// Whether tensors of both groups, when in the same layer (or both in none), are loaded together.
+    pub(crate) fn is_same_unit(self, other: Self) -> bool {
+        (self == Self::Vision) == (other == Self::Vision)
+    }
+
     /// What it is, in words.
     pub fn describe(self) -> &'static str {
         match self {

@@ -5,13 +5,17 @@
 mod checkpoint;
 pub mod config;
 pub mod data;
+pub mod digest;
 mod error;
 pub mod fp8;
 pub mod header;
 pub mod int4;
 pub mod inventory;
+pub mod manifest;
 mod mapping;
+pub mod sharding;
 pub mod shards;
+pub mod writer;
 
 pub use checkpoint::Checkpoint;
 pub use config::{
@@ -19,7 +23,10 @@ pub use config::{
     MlpKind, MoeConfig, NormEpsOrigin, TextConfig, VisionConfig,
 };
 pub use data::{Bytes, DType, TensorData};
+pub use digest::Digest;
 pub use error::{Damage, Error, Fault};
 pub use inventory::{ExpertMatrix, Group, Inventory, Projection, TensorSpec};
+pub use manifest::Manifest;
 pub use mapping::map_file;
 pub use shards::{Shards, StoredTensor};
+pub use writer::{ShardReceipt, ShardWriter, TensorHeader};

@@ -5,11 +5,37 @@
 
 #![allow(unsafe_code, reason = "a memory map is unsafe because another process may truncate the file")]
 
-use std::{fs::File, path::Path};
+use std::{fs::File, ops::Range, path::Path};
 
-use memmap2::Mmap;
+use memmap2::{Mmap, UncheckedAdvice};
 
-use crate::{data::Bytes, error::Error};
+use crate::{
+    data::{Bytes, Owner},
+    error::Error,
+};
+
+/// Granularity of [`Mapping::release`]: a multiple of the page size of every supported system.
+const PAGE: usize = 1 << 16;
+
+/// A file mapped for reading.
+struct Mapping(Mmap);
+
+impl Owner for Mapping {
+    fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    fn release(&self, range: Range<usize>) {
+        let (start, end) = (range.start.next_multiple_of(PAGE), range.end / PAGE * PAGE);
+        if start < end {
+            // SAFETY: the mapping is read-only and backed by a file, so dropping its pages loses nothing: the next read
+            // fetches the same bytes from the file.
+            let dropped = unsafe { self.0.unchecked_advise_range(UncheckedAdvice::DontNeed, start, end - start) };
+            // It is a hint; where the system does not take it, the pages just stay.
+            drop(dropped);
+        }
+    }
+}
 
 /// Maps a whole file for reading. An empty file gives empty bytes.
 ///
@@ -24,5 +50,5 @@ pub fn map_file(path: &Path) -> Result<Bytes, Error> {
     // SAFETY: the mapping is private to reading and lives as long as the `Bytes` that own it. That nobody truncates the
     // file meanwhile is the module's stated invariant, which every reader of mapped files has to demand.
     let map = unsafe { Mmap::map(&file) }.map_err(|e| Error::io(path, "map", e))?;
-    Ok(Bytes::new(map))
+    Ok(Bytes::owned(Mapping(map)))
 }
