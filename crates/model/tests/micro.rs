@@ -1,6 +1,7 @@
 //! The trained micro model against its goldens: prompts, cached greedy decoding, draft rows and a second draft.
 //!
 //! Bounds are relative to a tensor's largest value; sets of tokens and experts and greedy tokens are equal.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod harness;
 

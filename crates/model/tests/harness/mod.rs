@@ -1,5 +1,6 @@
 //! What the golden and invariance tests share: goldens by name, a recorder of every block, sequences and their steps.
 #![allow(dead_code, unreachable_pub, reason = "each test file uses a part of this module")]
+#![allow(clippy::unwrap_used, clippy::panic, clippy::print_stdout, reason = "a test fails by panicking")]
 
 use std::{collections::HashMap, path::PathBuf};
 
