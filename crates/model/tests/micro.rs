@@ -79,6 +79,13 @@ fn prompt(name: &str) {
         }
     }
 
+    for (ordinal, layer) in text.kda_layers().enumerate() {
+        let name = format!("prefill.layer{layer}.recurrent_state");
+        if goldens.has(&name) {
+            close(&name, &model.state(ordinal, 1).unwrap(), &goldens.floats(&name).values, BOUND);
+        }
+    }
+
     // Draft rows of the prompt; the last one takes the first greedy token.
     let tokens = goldens.tokens("decode.tokens");
     let drafts = goldens.tokens("mtp.drafts");
@@ -115,13 +122,6 @@ fn prompt(name: &str) {
                 let golden = &golden_logits.values[row * vocab..(row + 1) * vocab];
                 close(&format!("mtp.logits {row}"), &draft_logits(&model, 0), golden, BOUND);
             }
-        }
-    }
-    // The stored states are those after the last greedy token.
-    for (ordinal, layer) in text.kda_layers().enumerate() {
-        let name = format!("prefill.layer{layer}.recurrent_state");
-        if goldens.has(&name) {
-            close(&name, &model.state(ordinal, 1).unwrap(), &goldens.floats(&name).values, BOUND);
         }
     }
     goldens.finish();
