@@ -228,3 +228,6 @@ impl CpuCache {
 fn missing(what: &'static str, index: usize, available: usize) -> Error {
     Error::Capacity { what, needed: index + 1, available }
 }
+
+#[cfg(test)]
+mod tests;

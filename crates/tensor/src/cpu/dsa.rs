@@ -238,3 +238,6 @@ pub(super) fn check_pages(cpu: &Cpu, pages: usize) -> Result<()> {
     }
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -106,3 +106,6 @@ pub(super) fn mla(
     });
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;

@@ -164,3 +164,6 @@ pub(super) fn norm_gelu(cpu: &mut Cpu, rows: usize, norm: &Norm<Cpu>, x: &mut Cp
     });
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;
