@@ -9,12 +9,15 @@ pub mod digest;
 mod error;
 pub mod fp8;
 pub mod header;
+mod inspect;
 pub mod int4;
 pub mod inventory;
 pub mod manifest;
 mod mapping;
+pub mod scheme;
 pub mod sharding;
 pub mod shards;
+mod synth;
 pub mod writer;
 
 pub use checkpoint::Checkpoint;
@@ -25,8 +28,11 @@ pub use config::{
 pub use data::{Bytes, DType, TensorData};
 pub use digest::Digest;
 pub use error::{Damage, Error, Fault};
+pub use inspect::{Inspection, Storage, inspect};
 pub use inventory::{ExpertMatrix, Group, Inventory, Projection, TensorSpec};
 pub use manifest::Manifest;
 pub use mapping::map_file;
+pub use scheme::IgnoreStyle;
 pub use shards::{Shards, StoredTensor};
+pub use synth::{SynthFormat, SynthOptions, synth};
 pub use writer::{ShardReceipt, ShardWriter, TensorHeader};
