@@ -42,7 +42,8 @@ pub struct Model<B: Backend> {
     rows: usize,
     /// Rows with logits of the last trunk step.
     wanted: usize,
-    /// Rows of the last draft step, rows with logits, and rows of the last draft step that selected.
+    /// Rows of the last draft step, rows with logits, and rows of the last draft step that selected. (All zero while a step
+    /// runs: one that failed has no results.)
     drafted: (usize, usize, usize),
 }
 
@@ -183,7 +184,7 @@ impl<B: Backend> Model<B> {
     pub fn forward(&mut self, step: &Step, observer: &mut impl Observer<B>) -> Result<()> {
         self.check(step)?;
         let (rows, layers) = (step.rows(), self.layers.len());
-        (self.rows, self.wanted) = (rows, step.logits.len());
+        (self.rows, self.wanted) = (0, 0);
         if rows == 0 {
             return Ok(());
         }
@@ -208,6 +209,7 @@ impl<B: Backend> Model<B> {
         if !step.logits.is_empty() {
             self.backend.head(&self.head, &step.logits, &self.hidden, &mut self.logits)?;
         }
+        (self.rows, self.wanted) = (rows, step.logits.len());
         Ok(())
     }
 
@@ -222,7 +224,7 @@ impl<B: Backend> Model<B> {
         draft.validate(trunk_rows, drafted.0, drafted.2)?;
         let rows = draft.step.rows();
         let selected = if draft.shared.is_some() { drafted.2 } else { rows };
-        self.drafted = (rows, draft.step.logits.len(), selected);
+        self.drafted = (0, 0, 0);
         if rows == 0 {
             return Ok(());
         }
@@ -240,6 +242,7 @@ impl<B: Backend> Model<B> {
         if !draft.step.logits.is_empty() {
             self.backend.head(&self.head, &draft.step.logits, &mtp_work.hidden, &mut mtp_work.logits)?;
         }
+        self.drafted = (rows, draft.step.logits.len(), selected);
         Ok(())
     }
 

@@ -5,7 +5,7 @@ mod harness;
 
 use std::collections::HashMap;
 
-use glimmer_model::{HiddenSource, Limits, Model, Options};
+use glimmer_model::{HiddenSource, Limits, Model, MtpStep, Options};
 use glimmer_tensor::{
     Step,
     cpu::{Cpu, Isa},
@@ -197,6 +197,31 @@ fn draft_rows_do_not_depend_on_chunks_or_on_drafts_made_before() {
         }
     }
     assert!(ours == expected);
+}
+
+#[test]
+fn a_draft_row_alone_equals_the_row_in_a_mixed_batch() {
+    let (checkpoint, tokens) = (micro(), text());
+    let mut model = load(&checkpoint, limits());
+    let texts = [&tokens[..150], &tokens[60..131]];
+    let mut alone = Vec::new();
+    for text in texts {
+        let rows = text.len() - 1;
+        let mut sequence = Sequence::new(&limits(), 0);
+        model.forward(&sequence.step(&text[..rows], 0), &mut ()).unwrap();
+        model.draft(&sequence.draft(0, &text[1..], HiddenSource::Trunk, 0, 0), &mut ()).unwrap();
+        alone.extend((0..rows).map(|row| bits(&draft_hidden(&model, row))));
+    }
+    let (mut forward, mut draft) = (Step::default(), Step::default());
+    for (slot, text) in [3, 1].into_iter().zip(texts) {
+        let sequence = Sequence::new(&limits(), slot);
+        sequence.add(&mut forward, 0, &text[..text.len() - 1], text.len() - 1, 0);
+        sequence.add(&mut draft, 0, &text[1..], text.len() - 1, 0);
+    }
+    model.forward(&forward, &mut ()).unwrap();
+    model.draft(&MtpStep::after_trunk(draft, 0), &mut ()).unwrap();
+    let together: Vec<_> = (0..alone.len()).map(|row| bits(&draft_hidden(&model, row))).collect();
+    assert!(together == alone);
 }
 
 #[test]

@@ -90,6 +90,40 @@ fn a_tensor_of_another_shape_is_named() {
     }
 }
 
+/// A text-only checkpoint: the same tensors without the `language_model` part of their names.
+struct TextOnly(Checkpoint);
+
+impl TextOnly {
+    fn full(name: &str) -> String {
+        name.replacen("model.", "model.language_model.", 1)
+    }
+}
+
+impl Source for TextOnly {
+    fn config(&self) -> &Config {
+        self.0.config()
+    }
+
+    fn has(&self, name: &str) -> bool {
+        !name.contains("language_model") && (Source::has(&self.0, &Self::full(name)) || name == "lm_head.weight")
+    }
+
+    fn tensor(&self, name: &str) -> Result<TensorData> {
+        let full = if name == "lm_head.weight" { name.to_owned() } else { Self::full(name) };
+        Source::tensor(&self.0, &full)
+    }
+}
+
+#[test]
+fn names_without_the_multimodal_prefix_load_as_well() {
+    let mut model = Model::load(Cpu::new(1), &TextOnly(micro()), limits(), Options::default()).unwrap();
+    let mut nested = load(&micro(), limits());
+    let step = Sequence::new(&limits(), 0).step(&[3, 4, 5], 1);
+    model.forward(&step, &mut ()).unwrap();
+    nested.forward(&step, &mut ()).unwrap();
+    assert!(logits(&model, 0) == logits(&nested, 0));
+}
+
 #[test]
 fn the_draft_layer_can_be_left_out() {
     let checkpoint = micro();
