@@ -1,1 +1,23 @@
-//! Evaluation harness, panels and reports
+//! Evaluation: task files and their graders, the token panel, acceptance of drafts, and reports.
+//!
+//! The harness knows models only through two traits: an [`Answerer`] answers conversations, a [`Scorer`] gives the
+//! distribution of the next token at every position of a document. Everything in a report is a plain count or an f64 sum
+//! taken in a fixed order, so two runs on the same model print the same numbers.
+#![forbid(unsafe_code)]
+#![cfg_attr(test, allow(clippy::needless_pass_by_value, reason = "test helpers take JSON literals by value"))]
+
+mod acceptance;
+mod error;
+mod evaluate;
+mod kld;
+mod panel;
+mod report;
+mod tasks;
+
+pub use acceptance::{Acceptance, DraftCounts};
+pub use error::BenchError;
+pub use evaluate::{Answerer, EvalOptions, Finish, Question, Reply, ReplySink, TaskResult, evaluate};
+pub use kld::{Divergence, KLD_CAP, RowSink, Scorer, divergence};
+pub use panel::{Document, read_documents};
+pub use report::{acceptance_table, divergence_table, task_table};
+pub use tasks::{Call, Grader, Item, Task, body, grade, read_task};

@@ -1,0 +1,109 @@
+//! How many drafted tokens the model accepts.
+//!
+//! A step drafts some tokens; those before the first one that the model would not have chosen are accepted. The rate of
+//! position `i` is the share of steps that drafted that far in which the first `i` drafts were all accepted, so rates never
+//! rise with `i`; a step yields one token more than it accepts.
+
+use serde::{Deserialize, Serialize};
+
+/// Counts of speculative steps.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DraftCounts {
+    /// Steps that drafted at least this many tokens, by position.
+    pub drafted: Vec<u64>,
+    /// Steps that accepted at least this many, by position.
+    pub accepted: Vec<u64>,
+}
+
+impl DraftCounts {
+    /// Records a step.
+    pub fn record(&mut self, drafted: usize, accepted: usize) {
+        let depth = self.drafted.len().max(drafted);
+        self.drafted.resize(depth, 0);
+        self.accepted.resize(depth, 0);
+        self.drafted[..drafted].iter_mut().for_each(|count| *count += 1);
+        self.accepted[..accepted.min(drafted)].iter_mut().for_each(|count| *count += 1);
+    }
+
+    /// Adds the counts of another run.
+    pub fn join(&mut self, other: &Self) {
+        for (mine, theirs) in [(&mut self.drafted, &other.drafted), (&mut self.accepted, &other.accepted)] {
+            mine.resize(mine.len().max(theirs.len()), 0);
+            mine.iter_mut().zip(theirs).for_each(|(mine, theirs)| *mine += theirs);
+        }
+    }
+}
+
+/// Rates by position.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Acceptance {
+    /// Steps with drafts.
+    pub steps: u64,
+    /// Share of steps in which the first `i + 1` drafts were accepted, from 0 to 1.
+    pub by_position: Vec<f64>,
+    /// Accepted tokens over drafted ones, from 0 to 1.
+    pub rate: f64,
+    /// Tokens a step, the model's own one included.
+    pub mean_length: f64,
+}
+
+impl From<&DraftCounts> for Acceptance {
+    fn from(counts: &DraftCounts) -> Self {
+        let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
+        let steps = counts.drafted.first().copied().unwrap_or(0);
+        let pairs = counts.accepted.iter().zip(&counts.drafted);
+        let accepted: u64 = counts.accepted.iter().sum();
+        Self {
+            steps,
+            by_position: pairs.map(|(&accepted, &drafted)| share(accepted, drafted)).collect(),
+            rate: share(accepted, counts.drafted.iter().sum()),
+            mean_length: 1.0 + share(accepted, steps),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rates_by_position() {
+        let mut counts = DraftCounts::default();
+        for accepted in [2, 2, 1, 0] {
+            counts.record(2, accepted);
+        }
+        let acceptance = Acceptance::from(&counts);
+        assert_eq!(acceptance.by_position, [0.75, 0.5]);
+        assert_eq!((acceptance.steps, acceptance.rate, acceptance.mean_length), (4, 0.625, 2.25));
+    }
+
+    #[test]
+    fn steps_near_the_end_draft_less() {
+        let mut counts = DraftCounts::default();
+        counts.record(3, 3);
+        counts.record(1, 1);
+        counts.record(0, 0);
+        assert_eq!(Acceptance::from(&counts).by_position, [1.0, 1.0, 1.0]);
+        assert_eq!(counts.drafted, [2, 1, 1]);
+    }
+
+    #[test]
+    fn no_drafts_is_no_division() {
+        let acceptance = Acceptance::from(&DraftCounts::default());
+        assert_eq!((acceptance.steps, acceptance.rate, acceptance.mean_length), (0, 0.0, 1.0));
+        assert!(acceptance.by_position.is_empty());
+    }
+
+    #[test]
+    fn joined_counts_are_the_counts_of_both() {
+        let (mut a, mut b, mut both) = (DraftCounts::default(), DraftCounts::default(), DraftCounts::default());
+        a.record(2, 1);
+        b.record(3, 3);
+        b.record(1, 0);
+        for (drafted, accepted) in [(2, 1), (3, 3), (1, 0)] {
+            both.record(drafted, accepted);
+        }
+        a.join(&b);
+        assert_eq!(a, both);
+    }
+}

@@ -1,0 +1,290 @@
+//! How far a model is from a reference, token by token.
+//!
+//! At every position of a document that has a next token, both models give a distribution over the vocabulary; the
+//! divergence is `KL(reference || model) = sum_v p(v) (log p(v) - log q(v))` in nats. Accuracy on tasks saturates long
+//! before this does. A few positions carry most of the plain mean, so it is reported together with a mean in which each
+//! token counts at most [`KLD_CAP`] and with the median over documents.
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::BenchError;
+use crate::panel::Document;
+
+/// Cap of a token's divergence in the capped mean, in nats.
+pub const KLD_CAP: f64 = 0.05;
+
+/// Takes the scores of one position: its index in the document, and a logit (or log-probability) for each vocabulary entry.
+pub type RowSink<'a> = dyn FnMut(usize, &[f32]) + 'a;
+
+/// A model that scores documents.
+pub trait Scorer {
+    /// Entries of a row: the real vocabulary, padding rows left out.
+    fn vocabulary(&self) -> usize;
+
+    /// Calls `row` with the scores of the next token at every position, in order, the last one included.
+    ///
+    /// # Errors
+    /// If the model fails.
+    fn score(&mut self, document: &Document, row: &mut RowSink<'_>) -> Result<(), BenchError>;
+}
+
+/// Divergence of a model from a reference over a panel.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Divergence {
+    /// Documents.
+    pub documents: usize,
+    /// Compared positions: all that have a next token.
+    pub tokens: usize,
+    /// Mean divergence a token, in nats.
+    pub mean: f64,
+    /// Mean with each token counting at most [`KLD_CAP`].
+    pub capped: f64,
+    /// Median over documents of their mean divergence.
+    pub median_document: f64,
+    /// Largest divergence of a token.
+    pub max: f64,
+    /// Positions at which both models prefer the same token, in percent.
+    pub top1_agreement: f64,
+    /// Mean negative log-likelihood of the actual next token under the reference.
+    pub nll_reference: f64,
+    /// And under the model.
+    pub nll_model: f64,
+}
+
+/// Measures a model against a reference; `progress` is called with documents done and all.
+///
+/// # Errors
+/// [`BenchError::Mismatch`] if vocabularies or numbers of rows differ, [`BenchError::NotFinite`] if scores are not
+/// numbers, and errors of the models.
+pub fn divergence(
+    reference: &mut dyn Scorer,
+    model: &mut dyn Scorer,
+    documents: &[Document],
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Divergence, BenchError> {
+    let vocabulary = reference.vocabulary();
+    if vocabulary != model.vocabulary() {
+        let (what, found) = ("vocabulary".to_owned(), model.vocabulary());
+        return Err(BenchError::Mismatch { what, reference: vocabulary, found });
+    }
+    let mut total = Sums::default();
+    let mut document_means = Vec::new();
+    for (index, document) in documents.iter().enumerate() {
+        let compared = document.ids.len().saturating_sub(1);
+        let mut rows: Vec<f32> = Vec::with_capacity(compared * vocabulary);
+        reference.score(document, &mut |position, row| {
+            if position < compared {
+                rows.extend_from_slice(row);
+            }
+        })?;
+        let mut sums = Sums::default();
+        let mut failure = None;
+        let mut next = 0;
+        model.score(document, &mut |position, q| {
+            if position >= compared {
+                return;
+            }
+            next += 1;
+            let Some(p) = rows.get(position * vocabulary..(position + 1) * vocabulary) else { return };
+            match compare(p, q, document.ids[position + 1]) {
+                Some(token) => sums.add(&token),
+                None => failure = failure.or(Some(position)),
+            }
+        })?;
+        if rows.len() != compared * vocabulary || next != compared {
+            let what = format!("rows of document {}", document.id);
+            return Err(BenchError::Mismatch { what, reference: rows.len() / vocabulary.max(1), found: next });
+        }
+        if let Some(position) = failure {
+            return Err(BenchError::NotFinite { document: document.id.clone(), position });
+        }
+        if sums.tokens > 0 {
+            document_means.push(sums.divergence / sums.tokens as f64);
+        }
+        total.join(&sums);
+        progress(index + 1, documents.len());
+    }
+    Ok(total.finish(documents.len(), document_means))
+}
+
+/// One position.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Token {
+    divergence: f64,
+    same_top: bool,
+    nll_reference: f64,
+    nll_model: f64,
+}
+
+/// Compares two rows of scores; `None` if they are not finite or the next token is outside the vocabulary.
+fn compare(p: &[f32], q: &[f32], next: u32) -> Option<Token> {
+    let next = usize::try_from(next).ok().filter(|&next| next < p.len() && p.len() == q.len())?;
+    let (p_top, p_log) = normaliser(p)?;
+    let (q_top, q_log) = normaliser(q)?;
+    let mut divergence = 0.0;
+    for (&p, &q) in p.iter().zip(q) {
+        let log_p = f64::from(p) - p_log;
+        // What is left out is below 1e-17 of the sum.
+        if log_p > NEGLIGIBLE {
+            divergence += log_p.exp() * (log_p - (f64::from(q) - q_log));
+        }
+    }
+    let nll = |row: &[f32], log: f64| log - f64::from(row[next]);
+    // Rounding can leave a sum of zero slightly negative; a divergence never is.
+    let token = Token {
+        divergence: divergence.max(0.0),
+        same_top: p_top == q_top,
+        nll_reference: nll(p, p_log),
+        nll_model: nll(q, q_log),
+    };
+    (token.divergence.is_finite() && token.nll_reference.is_finite() && token.nll_model.is_finite()).then_some(token)
+}
+
+/// Terms smaller than `exp` of this do not change an f64 sum of probabilities.
+const NEGLIGIBLE: f64 = -46.0;
+
+/// Index of the largest score (the first of equals) and the logarithm of the sum of exponentials.
+fn normaliser(row: &[f32]) -> Option<(usize, f64)> {
+    let mut top = 0;
+    for (index, &x) in row.iter().enumerate() {
+        if !x.is_finite() {
+            return None;
+        }
+        if x > row[top] {
+            top = index;
+        }
+    }
+    let max = f64::from(*row.get(top)?);
+    let shifted = row.iter().map(|&x| f64::from(x) - max).filter(|&x| x > NEGLIGIBLE);
+    Some((top, max + shifted.map(f64::exp).sum::<f64>().ln()))
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Sums {
+    tokens: usize,
+    divergence: f64,
+    capped: f64,
+    max: f64,
+    same_top: usize,
+    nll_reference: f64,
+    nll_model: f64,
+}
+
+impl Sums {
+    fn add(&mut self, token: &Token) {
+        self.join(&Self {
+            tokens: 1,
+            divergence: token.divergence,
+            capped: token.divergence.min(KLD_CAP),
+            max: token.divergence,
+            same_top: usize::from(token.same_top),
+            nll_reference: token.nll_reference,
+            nll_model: token.nll_model,
+        });
+    }
+
+    fn join(&mut self, other: &Self) {
+        self.tokens += other.tokens;
+        self.divergence += other.divergence;
+        self.capped += other.capped;
+        self.max = self.max.max(other.max);
+        self.same_top += other.same_top;
+        self.nll_reference += other.nll_reference;
+        self.nll_model += other.nll_model;
+    }
+
+    fn finish(self, documents: usize, mut means: Vec<f64>) -> Divergence {
+        means.sort_by(f64::total_cmp);
+        let middle = means.len() / 2;
+        let median_document = match means.len() {
+            0 => 0.0,
+            n if n % 2 == 1 => means[middle],
+            _ => f64::midpoint(means[middle - 1], means[middle]),
+        };
+        let tokens = self.tokens.max(1) as f64;
+        Divergence {
+            documents,
+            tokens: self.tokens,
+            mean: self.divergence / tokens,
+            capped: self.capped / tokens,
+            median_document,
+            max: self.max,
+            top1_agreement: 100.0 * self.same_top as f64 / tokens,
+            nll_reference: self.nll_reference / tokens,
+            nll_model: self.nll_model / tokens,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Scores depend on token and position only.
+    struct Fixed(Vec<Vec<f32>>);
+
+    impl Scorer for Fixed {
+        fn vocabulary(&self) -> usize {
+            self.0[0].len()
+        }
+
+        fn score(&mut self, document: &Document, row: &mut RowSink<'_>) -> Result<(), BenchError> {
+            (0..document.ids.len()).for_each(|position| row(position, &self.0[position % self.0.len()]));
+            Ok(())
+        }
+    }
+
+    fn document(ids: &[u32]) -> Document {
+        Document { id: "d".to_owned(), ids: ids.to_vec(), images: Vec::new() }
+    }
+
+    fn measure(p: Vec<Vec<f32>>, q: Vec<Vec<f32>>, documents: &[Document]) -> Result<Divergence, BenchError> {
+        divergence(&mut Fixed(p), &mut Fixed(q), documents, &mut |_, _| {})
+    }
+
+    #[test]
+    fn a_known_divergence() {
+        // p = (1/2, 1/2), q = (1/4, 3/4): KL = ln 2 - (1/2) ln 3 ... = 1/2 ln(2) + 1/2 ln(2/3).
+        let p = vec![vec![0.0, 0.0]];
+        let q = vec![vec![0.0, 3.0_f32.ln()]];
+        let result = measure(p, q, &[document(&[0, 1, 0])]).unwrap();
+        let expected = 0.5 * 2.0_f64.ln() + 0.5 * (2.0_f64 / 3.0).ln();
+        assert!((result.mean - expected).abs() < 1e-7, "{result:?}");
+        assert!((result.capped - KLD_CAP).abs() < 1e-12);
+        assert_eq!((result.tokens, result.documents), (2, 1), "the last position has no next token");
+        assert!((result.nll_reference - 2.0_f64.ln()).abs() < 1e-7);
+        assert!((result.nll_model - 0.5 * (4.0_f64.ln() + (4.0_f64 / 3.0).ln())).abs() < 1e-7);
+        assert!((result.top1_agreement - 0.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn equal_models_and_constant_shifts_diverge_by_nothing() {
+        let rows: Vec<Vec<f32>> = (0..4).map(|r| (0..50).map(|v| ((v * 7 + r * 3) % 13) as f32).collect()).collect();
+        let shifted = rows.iter().map(|row| row.iter().map(|x| x + 64.0).collect()).collect();
+        let result = measure(rows, shifted, &[document(&[1, 2, 3, 4, 5])]).unwrap();
+        assert!(result.mean < 1e-12 && (result.top1_agreement - 100.0).abs() < 1e-12, "{result:?}");
+    }
+
+    #[test]
+    fn far_apart_scores_stay_finite() {
+        let result = measure(vec![vec![0.0, -3e4]], vec![vec![-3e4, 0.0]], &[document(&[0, 0])]).unwrap();
+        assert!((result.mean - 3e4).abs() < 1.0);
+    }
+
+    #[test]
+    fn the_median_is_over_documents() {
+        let (p, q) = (vec![vec![0.0, 0.0], vec![0.0, 0.0]], vec![vec![0.0, 0.0], vec![0.0, 2.0]]);
+        // Positions 0 are equal, positions 1 are not: documents of two tokens see only the first.
+        let documents = [document(&[0, 0]), document(&[0, 0]), document(&[0, 0, 0])];
+        let result = measure(p, q, &documents).unwrap();
+        assert!(result.mean > 0.05 && result.median_document < 1e-12, "{result:?}");
+    }
+
+    #[test]
+    fn unequal_vocabularies_and_bad_scores_are_errors() {
+        let error = measure(vec![vec![0.0; 2]], vec![vec![0.0; 3]], &[document(&[0, 0])]).unwrap_err();
+        assert!(matches!(error, BenchError::Mismatch { reference: 2, found: 3, .. }));
+        let error = measure(vec![vec![0.0; 2]], vec![vec![f32::NAN, 0.0]], &[document(&[0, 0])]).unwrap_err();
+        assert!(matches!(error, BenchError::NotFinite { position: 0, .. }));
+    }
+}
