@@ -93,12 +93,15 @@ pub(crate) fn widen(shards: &Shards, weight: &TensorData) -> Result<TensorData, 
     let scale = scale_of(shards, &weight.name, &weight.shape, file)?;
     let factors: Vec<f32> = scale.bytes.as_slice().as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect();
     let cols = weight.shape[1];
-    let mut out = Vec::with_capacity(2 * weight.elements());
+    let mut out = vec![0; 2 * weight.elements()];
     if cols > 0 {
-        for (r, row) in weight.bytes.as_slice().chunks_exact(cols).enumerate() {
+        let rows = weight.bytes.as_slice().chunks_exact(cols).zip(out.chunks_exact_mut(2 * cols));
+        for (r, (row, out)) in rows.enumerate() {
             let factors = &factors[r / BLOCK * cols.div_ceil(BLOCK)..];
-            for (codes, factor) in row.chunks(BLOCK).zip(factors) {
-                out.extend(codes.iter().flat_map(|&code| bf16::from_f32(E4M3[code as usize] * factor).to_le_bytes()));
+            for ((codes, out), factor) in row.chunks(BLOCK).zip(out.chunks_mut(2 * BLOCK)).zip(factors) {
+                for (&code, out) in codes.iter().zip(out.as_chunks_mut().0) {
+                    *out = bf16::from_f32(E4M3[code as usize] * factor).to_le_bytes();
+                }
             }
         }
     }

@@ -32,7 +32,7 @@ pub use inspect::{Inspection, Storage, inspect};
 pub use inventory::{ExpertMatrix, Group, Inventory, Projection, TensorSpec};
 pub use manifest::Manifest;
 pub use mapping::map_file;
-pub use scheme::IgnoreStyle;
+pub use scheme::{IgnoreStyle, Scheme};
 pub use shards::{Shards, StoredTensor};
 pub use synth::{SynthFormat, SynthOptions, synth};
 pub use writer::{ShardReceipt, ShardWriter, TensorHeader};

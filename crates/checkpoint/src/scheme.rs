@@ -30,8 +30,18 @@ pub enum IgnoreStyle {
     Dual,
 }
 
+/// What the block says beyond the layout itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Scheme {
+    /// Whether columns were quantized in the order of their importance (`actorder: static`); it leaves no trace in the tensors.
+    pub static_order: bool,
+    /// How much `ignore` spells out.
+    pub ignore: IgnoreStyle,
+}
+
 /// The block for a configuration.
-pub fn quantization_config(config: &Config, style: IgnoreStyle) -> Value {
+pub fn quantization_config(config: &Config, scheme: Scheme) -> Value {
+    let actorder = if scheme.static_order { json!("static") } else { Value::Null };
     json!({
         "config_groups": {
             "group_0": {
@@ -40,7 +50,7 @@ pub fn quantization_config(config: &Config, style: IgnoreStyle) -> Value {
                 "output_activations": null,
                 "targets": [target(config)],
                 "weights": {
-                    "actorder": "static",
+                    "actorder": actorder,
                     "dynamic": false,
                     "group_size": int4::GROUP,
                     "num_bits": int4::BITS,
@@ -52,8 +62,9 @@ pub fn quantization_config(config: &Config, style: IgnoreStyle) -> Value {
         },
         "format": "pack-quantized",
         "global_compression_ratio": null,
-        "ignore": ignore(config, style),
+        "ignore": ignore(config, scheme.ignore),
         "kv_cache_scheme": null,
+        "moe_sparsity_config": null,
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",
         "sparsity_config": {},

@@ -16,19 +16,23 @@ pub fn shard_name(number: usize, count: usize) -> String {
     format!("model-{number:05}-of-{count:05}.safetensors")
 }
 
-/// Cuts tensors, in their order, into shards of at most `limit` bytes of tensors. The tensors of a layer stay in one shard if
+/// Room for a tensor's entry in the header besides its name, and for the header's frame, in bytes: never too little.
+const ENTRY_BYTES: u64 = 192;
+
+/// Cuts tensors, in their order, into shards whose files have at most `limit` bytes. The tensors of a layer stay in one shard if
 /// they fit into one; a tensor above the limit gets a shard of its own.
 pub fn plan_shards(tensors: &[TensorSpec], limit: u64) -> Vec<PlannedShard> {
-    let size = |tensors: &[TensorSpec]| tensors.iter().map(TensorSpec::bytes).sum::<u64>();
+    let entry = |spec: &TensorSpec| spec.bytes() + spec.name.len() as u64 + ENTRY_BYTES;
+    let size = |tensors: &[TensorSpec]| tensors.iter().map(entry).fold(ENTRY_BYTES, u64::saturating_add);
     let mut shards: Vec<Vec<TensorSpec>> = vec![Vec::new()];
     let mut filled = 0;
     let mut place = |tensors: &[TensorSpec]| {
         let bytes = size(tensors);
-        if filled > 0 && filled + bytes > limit {
+        if filled > 0 && bytes > limit.saturating_sub(filled) {
             shards.push(Vec::new());
             filled = 0;
         }
-        filled += bytes;
+        filled = filled.saturating_add(bytes);
         if let Some(shard) = shards.last_mut() {
             shard.extend_from_slice(tensors);
         }

@@ -20,7 +20,7 @@ use crate::{
     error::Error,
     int4::{PackedMatrix, Quotient},
     inventory::{Group, Inventory, Sum, TensorSpec},
-    scheme::{IgnoreStyle, quantization_config, with_quantization_config},
+    scheme::{Scheme, quantization_config, with_quantization_config},
     sharding::plan_shards,
     writer::{DEFAULT_SHARD_BYTES, ShardWriter, TensorHeader, write_file, write_index},
 };
@@ -104,7 +104,7 @@ pub fn synth(
     write_index(directory, &receipts)?;
     let text = match options.format {
         SynthFormat::Bf16 => config_text.to_owned(),
-        SynthFormat::W4a16 => with_quantization_config(config_text, &quantization_config(&config, IgnoreStyle::Regex))?,
+        SynthFormat::W4a16 => with_quantization_config(config_text, &quantization_config(&config, Scheme::default()))?,
     };
     write_file(directory, "config.json", text.as_bytes())?;
     Ok(total)
@@ -136,11 +136,16 @@ impl Maker {
             let count = usize::try_from(elements - first).map_or(CHUNK, |left| left.min(CHUNK));
             let values = &mut self.values[..count];
             law.fill(stream, first, values);
-            self.bytes.clear();
-            match spec.dtype {
-                DType::F32 => self.bytes.extend(values.iter().flat_map(|x| x.to_le_bytes())),
+            self.bytes.resize(count * spec.dtype.size(), 0);
+            if spec.dtype == DType::F32 {
+                for (bytes, x) in self.bytes.as_chunks_mut().0.iter_mut().zip(values) {
+                    *bytes = x.to_le_bytes();
+                }
+            } else {
                 // The inventory holds nothing but BF16 and F32 apart from the packed parts above.
-                _ => self.bytes.extend(values.iter().flat_map(|&x| bf16::from_f32(x).to_le_bytes())),
+                for (bytes, x) in self.bytes.as_chunks_mut().0.iter_mut().zip(values) {
+                    *bytes = bf16::from_f32(*x).to_le_bytes();
+                }
             }
             writer.write(&self.bytes)?;
             first += count as u64;
