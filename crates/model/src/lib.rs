@@ -12,6 +12,7 @@
 //! | `weights` | names to weights, BF16 or INT4 |
 //! | `workspace`, `limits` | what is allocated, once |
 //! | `observer` | windows into a pass |
+//! | `vision` | pictures and clips to features |
 //! | `streaming` | one layer at a time, for the quantizer |
 //!
 //! Each file states its formulas and calls fused stages; the stages' arithmetic is the backend's.
@@ -29,6 +30,7 @@ mod mtp;
 mod observer;
 pub mod streaming;
 mod trunk;
+pub mod vision;
 pub mod weights;
 mod workspace;
 
