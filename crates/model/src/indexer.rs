@@ -57,3 +57,27 @@ impl<B: Backend> Indexer<B> {
         Ok((projections, weights))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use glimmer_checkpoint::Checkpoint;
+    use glimmer_tensor::cpu::Cpu;
+
+    use super::*;
+
+    /// The goldens cannot tell this epsilon from the model's own, so it is pinned here.
+    #[test]
+    fn the_index_keys_norm_is_a_layer_norm_with_a_bias_and_its_own_epsilon() {
+        let micro = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16")).unwrap();
+        let cpu = Cpu::new(1);
+        let loader = Loader::new(&cpu, &micro, "model.language_model.layers.3.self_attn.indexer.");
+        let (_, weights) = Indexer::load(&loader).unwrap();
+        assert!(weights.k_norm.bias.is_some());
+        assert_eq!(weights.k_norm.eps.to_bits(), 1e-6f32.to_bits());
+        assert_ne!(weights.k_norm.eps.to_bits(), micro.config().text.rms_norm_eps.to_bits());
+        assert_eq!(
+            (weights.kpool, weights.topk),
+            (micro.config().text.indexer.kpool, micro.config().text.indexer.topk)
+        );
+    }
+}
