@@ -5,9 +5,13 @@
 
 mod harness;
 
-use glimmer_model::{HiddenSource, Limits};
+use glimmer_model::{
+    HiddenSource, Limits,
+    vision::{DecodeLimits, Processors, RgbImage, VisionTower},
+};
 use harness::{
-    Goldens, Recorder, Sequence, argmax, close, draft_hidden, draft_logits, load, logits, micro, place_features, sets,
+    Goldens, Recorder, Sequence, argmax, close, draft_hidden, draft_logits, load, logits, micro, place_features,
+    repository, sets,
 };
 
 /// Largest difference, as a part of the golden's largest value.
@@ -155,4 +159,39 @@ fn recall_400() {
 #[test]
 fn recall_1000() {
     prompt("recall_1000");
+}
+
+#[test]
+fn a_picture_file_leads_to_the_golden_answer() {
+    let checkpoint = micro();
+    let mut goldens = Goldens::open("data/goldens/micro/image_direct.safetensors");
+    let (ids, answer) = (goldens.tokens("input_ids"), goldens.tokens("decode.tokens"));
+    let limits = Limits { max_logits: 2, ..Limits::for_sequences(1, 128, ids.len(), 0) };
+    let mut model = load(&checkpoint, limits);
+
+    let file = |name: &str| checkpoint.file(name).map(|bytes| bytes.as_slice().to_vec());
+    let vision = checkpoint.config().vision.clone().unwrap();
+    let (nested, flat) = (file("processor_config.json"), file("preprocessor_config.json"));
+    let settings = Processors::from_files(&vision, nested.as_deref(), flat.as_deref()).unwrap();
+    let png = std::fs::read(repository("data/goldens/micro/image_direct.png")).unwrap();
+    let picture = RgbImage::decode(&png, DecodeLimits::default()).unwrap();
+    let mut tower = VisionTower::load(model.backend(), &checkpoint).unwrap().unwrap();
+    let features = tower.forward(model.backend_mut(), &settings.image.image(&picture)).unwrap();
+    for (i, row) in features.chunks(checkpoint.config().text.hidden_size).enumerate() {
+        model.set_feature(i, row).unwrap();
+    }
+
+    let mut sequence = Sequence::new(&limits, 0);
+    let mut step = sequence.step(&ids, 2);
+    let placed = place_features(&mut step, checkpoint.config().media.unwrap().image);
+    assert_eq!(placed * checkpoint.config().text.hidden_size, features.len());
+    model.forward(&step, &mut ()).unwrap();
+    let last: Vec<f32> = [0, 1].iter().flat_map(|&i| logits(&model, i)).collect();
+    close("logits", &last, &goldens.floats("prefill.logits").values, BOUND);
+    let mut current = logits(&model, 1);
+    for (i, &token) in answer.iter().enumerate() {
+        assert_eq!(argmax(&current), token, "greedy token {i}");
+        model.forward(&sequence.step(&[token], 1), &mut ()).unwrap();
+        current = logits(&model, 0);
+    }
 }
