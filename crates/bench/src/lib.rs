@@ -11,6 +11,7 @@ mod error;
 mod evaluate;
 mod kld;
 mod panel;
+mod panel_scorer;
 mod report;
 mod tasks;
 
@@ -19,5 +20,6 @@ pub use error::BenchError;
 pub use evaluate::{Answerer, EvalOptions, Finish, Question, Reply, ReplySink, TaskResult, evaluate};
 pub use kld::{Divergence, KLD_CAP, RowSink, Scorer, divergence};
 pub use panel::{Document, read_documents};
+pub use panel_scorer::PanelScorer;
 pub use report::{acceptance_table, divergence_table, task_table};
 pub use tasks::{Call, Grader, Item, Task, body, grade, read_task};
