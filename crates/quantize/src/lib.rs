@@ -7,6 +7,7 @@
 
 pub mod bench;
 pub mod cholesky;
+pub mod gates;
 pub mod gptq;
 pub mod hessian;
 pub mod real;
