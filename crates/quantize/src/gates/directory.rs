@@ -12,7 +12,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use glimmer_checkpoint::{Checkpoint, DType, Damage, Fault, Shards, StoredTensor, fp8, shards::INDEX_FILE};
+use glimmer_checkpoint::{Checkpoint, DType, Damage, Fault, Shards, StoredTensor, shards::INDEX_FILE};
 
 /// An artifact's directory.
 #[derive(Debug)]
@@ -51,12 +51,12 @@ impl Directory {
         let mut handles = BTreeMap::new();
         for name in files.keys().filter(|n| n.ends_with(".safetensors")) {
             let path = root.join(name);
-            contents.push((name.as_str(), glimmer_checkpoint::map_file(&path).map_err(io::Error::other)?));
+            contents.push((name.clone(), glimmer_checkpoint::map_file(&path).map_err(io::Error::other)?));
             handles.insert(name.clone(), File::open(&path)?);
         }
         let index = fs::read(root.join(INDEX_FILE)).ok();
         let weight_map = index.as_deref().map(weight_map).unwrap_or_default();
-        let index = index.map(|bytes| (INDEX_FILE, glimmer_checkpoint::Bytes::new(bytes)));
+        let index = index.map(|bytes| (INDEX_FILE.to_owned(), glimmer_checkpoint::Bytes::new(bytes)));
         let (shards, damages) = Shards::read(contents.into_iter().chain(index));
         let broken = damages.iter().filter(|d| is_unreadable(d.fault)).map(|d| d.file.clone()).collect();
         Ok(Self { root: root.to_owned(), files, shards, damages, weight_map, broken, handles })
@@ -65,11 +65,6 @@ impl Directory {
     /// The path of a file.
     pub(super) fn path(&self, file: &str) -> PathBuf {
         self.root.join(file)
-    }
-
-    /// The directory.
-    pub(super) fn root(&self) -> &Path {
-        &self.root
     }
 
     /// Content of a small file; `None` when it does not exist.
@@ -166,11 +161,6 @@ impl Source {
     /// Names of the tensors, without scales of FP8 weights.
     pub(super) fn names(&self) -> impl Iterator<Item = &str> {
         self.checkpoint.names()
-    }
-
-    /// Whether any weight is stored in FP8.
-    pub(super) fn is_fp8(&self) -> bool {
-        self.directory.names().any(fp8::is_scale)
     }
 
     /// A tensor that can be read in pieces.

@@ -272,8 +272,7 @@ fn by_itself(matrix: &Matrix, packed: &Packed, scan: &Scan, has_source: bool) ->
 fn compared(scene: &Scene, matrix: &Matrix, packed: &Packed, against: &Against) -> Option<Finding> {
     let fidelity = |found: String| Some(Finding { gate: G8, tensor: "weight_packed", found });
     let cosine = against.cosine;
-    // Negated comparisons, so that NaN is rejected.
-    if !(cosine >= MIN_COSINE) {
+    if is_below(cosine, MIN_COSINE) {
         return match whose(scene, matrix, packed) {
             Some(Owner::Expert(expert)) => Some(Finding {
                 gate: G9,
@@ -294,7 +293,7 @@ fn compared(scene: &Scene, matrix: &Matrix, packed: &Packed, against: &Against) 
             ),
         });
     }
-    if !(against.bias.abs() <= MAX_BIAS) {
+    if is_below(-against.bias.abs(), -MAX_BIAS) {
         let found = format!("expected a mean error of 0 steps, found {:.2}: a wrong offset", against.bias);
         return fidelity(found);
     }
@@ -302,11 +301,16 @@ fn compared(scene: &Scene, matrix: &Matrix, packed: &Packed, against: &Against) 
     if !RELATIVE_ERROR.contains(&r) && !against.zero_source {
         return fidelity(format!("expected a relative error from {low} to {high}, found {r:.3}"));
     }
-    if !(against.worst_row_cosine >= MIN_ROW_COSINE) {
+    if is_below(against.worst_row_cosine, MIN_ROW_COSINE) {
         let (row, cosine) = (against.worst_row, against.worst_row_cosine);
         return fidelity(format!("expected rows near the source's, found row {row} at a cosine of {cosine:.3}"));
     }
     None
+}
+
+/// Whether a figure misses its lower bound; NaN does.
+fn is_below(figure: f64, bound: f64) -> bool {
+    figure.is_nan() || figure < bound
 }
 
 fn round_trip_finding(scan: &Scan) -> Option<Finding> {

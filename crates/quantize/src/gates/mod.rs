@@ -14,6 +14,7 @@ mod container;
 mod directory;
 mod expectation;
 mod experts;
+mod hashes;
 pub mod matcher;
 mod output_error;
 mod passthrough;
@@ -289,6 +290,7 @@ fn merged_index(ledger: &mut Ledger, scene: &Scene, path: &Path) {
     }
 }
 
-fn file_gates(ledger: &mut Ledger, artifact: &Directory, source: Option<&Source>, _options: &VerifyOptions) {
+fn file_gates(ledger: &mut Ledger, artifact: &Directory, source: Option<&Source>, options: &VerifyOptions) {
     timed(ledger, G::G14, |l| companions::check(l, artifact, source));
+    timed(ledger, G::G15, |l| hashes::check(l, artifact, source, options.require_manifest));
 }

@@ -4,11 +4,8 @@
 //! when `c` is even, in its high nibble when it is odd. A weight is `bf16(scale * q)`. One pass over the matrix collects
 //! everything that the gates ask; sums run in f64 per row, so results do not depend on how matrices are spread over threads.
 
-use glimmer_checkpoint::DType;
+use glimmer_checkpoint::{DType, int4};
 use half::{bf16, f16};
-
-/// The scale that an all-zero group gets: the machine epsilon of BF16.
-pub(super) const ZERO_GROUP_SCALE: f32 = 0.007_812_5;
 
 /// A packed matrix in memory.
 #[derive(Debug)]
@@ -30,7 +27,7 @@ pub(super) enum ScaleFault {
     NotFinite,
     /// Zero, minus zero or negative.
     NotPositive,
-    /// [`ZERO_GROUP_SCALE`] on a group whose codes are not all zero and yet far from their range.
+    /// [`int4::ZERO_GROUP_SCALE`] on a group whose codes are not all zero and yet far from their range.
     Idle,
 }
 
@@ -129,7 +126,7 @@ impl Packed {
                 row_norm_q += sums.norm_q;
             }
             let cosine = row_dot / (row_norm * row_norm_q).sqrt();
-            if row_norm > 0.0 && !(cosine >= against.worst_row_cosine) {
+            if row_norm > 0.0 && (cosine.is_nan() || cosine < against.worst_row_cosine) {
                 (against.worst_row, against.worst_row_cosine) = (row, cosine);
             }
             dot += row_dot;
@@ -172,7 +169,7 @@ impl Scan {
             Some(ScaleFault::NotFinite)
         } else if scale <= 0.0 {
             Some(ScaleFault::NotPositive)
-        } else if scale.to_bits() == ZERO_GROUP_SCALE.to_bits() && !all_zero && !reaches {
+        } else if bf16::from_f32(scale) == int4::ZERO_GROUP_SCALE && !all_zero && !reaches {
             Some(ScaleFault::Idle)
         } else {
             None
@@ -323,7 +320,7 @@ mod tests {
 
     #[test]
     fn epsilon_scale_is_for_zero_groups_or_groups_that_use_their_range() {
-        let fault = |nibble: &dyn Fn(usize) -> u8| packed(ZERO_GROUP_SCALE, nibble).scan(None, false).scale_fault;
+        let fault = |nibble: &dyn Fn(usize) -> u8| packed(int4::ZERO_GROUP_SCALE.to_f32(), nibble).scan(None, false).scale_fault;
         assert_eq!(fault(&|_| 8), None, "an all-zero group");
         assert_eq!(fault(&|c| (c % 16) as u8), None, "a group that happens to have this scale");
         assert_eq!(fault(&|c| (8 + c % 2) as u8), Some((0, 0, ScaleFault::Idle)));
