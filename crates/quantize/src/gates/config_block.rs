@@ -189,7 +189,8 @@ fn loaders(ledger: &mut Ledger, targets: &[String], ignore: &[String], modules: 
     };
     for wrong in matcher::wrong_layers(&rules, modules) {
         let found = format!("{} in {}", wrong.problem, wrong.reader);
-        let remedy = "correct `targets` and `ignore` (`glimmer fix-config` writes the narrow target and seven patterns)";
+        let remedy =
+            "correct `targets` and `ignore` (`glimmer fix-config` writes the narrow target and seven patterns)";
         ledger.field(G13, &wrong.module, found, remedy);
     }
 }

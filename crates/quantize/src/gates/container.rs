@@ -6,7 +6,6 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use glimmer_checkpoint::{Fault, shards::INDEX_FILE};
-use regex::Regex;
 
 use super::{
     Scene,
@@ -40,7 +39,7 @@ pub(super) fn files_and_index(ledger: &mut Ledger, artifact: &Directory) {
         ledger.field(gate, &subject, found, damage.fault.remedy());
         ledger.claim_file(gate, if gate == G11 { INDEX_FILE } else { &damage.file });
     }
-    names(ledger, artifact);
+    names(ledger, artifact, &stale);
     let present = artifact.files.keys().filter(|f| f.ends_with(".safetensors")).count();
     ledger.count(G10, artifact.shards.files().len(), present);
     index(ledger, artifact);
@@ -55,7 +54,7 @@ fn owner(fault: Fault) -> GateId {
 }
 
 /// Names `model-%05d-of-%05d.safetensors` (with an optional word after `model-`), numbered without holes.
-fn names(ledger: &mut Ledger, artifact: &Directory) {
+fn names(ledger: &mut Ledger, artifact: &Directory, stale: &BTreeSet<&str>) {
     let remedy = "name shards `model-00001-of-0000N.safetensors` and so on, in the index too";
     let mut sets: BTreeMap<(String, usize), BTreeSet<usize>> = BTreeMap::new();
     let referenced: BTreeSet<&str> = artifact.weight_map.values().map(String::as_str).collect();
@@ -75,7 +74,7 @@ fn names(ledger: &mut Ledger, artifact: &Directory) {
         }
     }
     // Holes that come from files reported above are not reported again.
-    for file in &artifact.broken {
+    for file in artifact.broken.iter().filter(|f| !stale.contains(f.as_str())) {
         if let Some((set, i, n)) = numbered(file) {
             sets.entry((set, n)).or_default().insert(i);
         }
@@ -85,15 +84,26 @@ fn names(ledger: &mut Ledger, artifact: &Directory) {
         if !missing.is_empty() || numbers.len() > n {
             let found = format!("expected the numbers 1 to {n} once each, found {} of them", numbers.len());
             ledger.field(G10, &format!("{set}-*-of-{n:05}.safetensors"), found, remedy);
+            for shard in artifact.shards.files() {
+                if numbered(&shard.file).is_some_and(|(s, _, m)| (s, m) == (set.clone(), n)) {
+                    ledger.claim_file(G10, &shard.file);
+                }
+            }
         }
     }
 }
 
 /// Set, number and count of a shard's name.
 fn numbered(file: &str) -> Option<(String, usize, usize)> {
-    let pattern = Regex::new(r"^(model(?:-[a-z]+)?)-([0-9]{5})-of-([0-9]{5})\.safetensors$").ok()?;
-    let parts = pattern.captures(file)?;
-    Some((parts[1].to_owned(), parts[2].parse().ok()?, parts[3].parse().ok()?))
+    let number = |digits: &str| -> Option<usize> {
+        (digits.len() == 5 && digits.bytes().all(|b| b.is_ascii_digit())).then(|| digits.parse().ok())?
+    };
+    let (rest, count) = file.strip_suffix(".safetensors")?.rsplit_once("-of-")?;
+    let (set, i) = rest.rsplit_once('-')?;
+    let word = set.strip_prefix("model")?;
+    let plain = word.is_empty()
+        || word.strip_prefix('-').is_some_and(|w| !w.is_empty() && w.bytes().all(|b| b.is_ascii_lowercase()));
+    plain.then_some((set.to_owned(), number(i)?, number(count)?))
 }
 
 /// G11 beyond what the container rules say: the total, and which of the two conventions it follows.
@@ -107,8 +117,7 @@ fn index(ledger: &mut Ledger, artifact: &Directory) {
         return;
     }
     let tensors = artifact.shards.tensor_bytes();
-    let files: u64 =
-        artifact.shards.files().iter().filter_map(|s| artifact.files.get(&s.file)).copied().sum();
+    let files: u64 = artifact.shards.files().iter().filter_map(|s| artifact.files.get(&s.file)).copied().sum();
     match artifact.shards.index_total_size() {
         Some(total) if total == tensors => ledger.note(G11, "total_size is the sum of the tensors' bytes"),
         Some(total) if total == files => ledger.note(G11, "total_size is the sum of the files' sizes"),
@@ -116,7 +125,8 @@ fn index(ledger: &mut Ledger, artifact: &Directory) {
         _ if ledger.has_failed(G11) || ledger.has_failed(G10) => {}
         total => {
             let found = total.map_or("none".to_owned(), |t| t.to_string());
-            let found = format!("expected {tensors} (bytes of all tensors) or {files} (sizes of all files), found {found}");
+            let found =
+                format!("expected {tensors} (bytes of all tensors) or {files} (sizes of all files), found {found}");
             ledger.file(G11, INDEX_FILE, found, "write the index again");
         }
     }
@@ -160,5 +170,27 @@ pub(super) fn layout(ledger: &mut Ledger, scene: &Scene, limit: u64) {
     ledger.count(G12, artifact.shards.files().len(), artifact.shards.files().len());
     if !artifact.broken.is_empty() {
         ledger.skip(G12, "some shards cannot be read (G10)");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shard_names_are_read() {
+        let set = |s: &str, i, n| Some((s.to_owned(), i, n));
+        assert_eq!(numbered("model-00002-of-00120.safetensors"), set("model", 2, 120));
+        assert_eq!(numbered("model-mtp-00001-of-00001.safetensors"), set("model-mtp", 1, 1));
+        for bad in [
+            "model.safetensors",
+            "model-1-of-2.safetensors",
+            "model-00001-of-00002.bin",
+            "model--00001-of-00002.safetensors",
+            "model-00001-of-+0002.safetensors",
+            "mymodel-00001-of-00002.safetensors",
+        ] {
+            assert_eq!(numbered(bad), None, "{bad}");
+        }
     }
 }

@@ -143,8 +143,11 @@ impl Source {
     pub(super) fn open(root: &Path) -> Result<Self, glimmer_checkpoint::Error> {
         let checkpoint = Checkpoint::open(root)?;
         let action = "list the directory";
-        let directory = Directory::open(root)
-            .map_err(|source| glimmer_checkpoint::Error::Io { path: root.to_owned(), action, source })?;
+        let directory = Directory::open(root).map_err(|source| glimmer_checkpoint::Error::Io {
+            path: root.to_owned(),
+            action,
+            source,
+        })?;
         Ok(Self { directory, checkpoint })
     }
 

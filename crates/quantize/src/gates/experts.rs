@@ -21,7 +21,7 @@ use super::{
     sweep::{sweep, workers},
     verdict::GateId::{self, G6, G6b, G7, G8, G9, G16},
     verdict::Ledger,
-    weights::{Against, Packed, Scan, ScaleFault, widen},
+    weights::{Against, Packed, ScaleFault, Scan, widen},
 };
 
 /// Bounds of `|W' - W| / |W|`: below, the source was already quantized; above, the matrix is not the source's.
@@ -279,7 +279,9 @@ fn compared(scene: &Scene, matrix: &Matrix, packed: &Packed, against: &Against) 
                 tensor: "weight_packed",
                 found: format!("expected the weights of expert {}, found those of expert {expert}", matrix.expert),
             }),
-            Some(Owner::Sibling(name)) => fidelity(format!("expected the weights of this matrix, found those of {name}")),
+            Some(Owner::Sibling(name)) => {
+                fidelity(format!("expected the weights of this matrix, found those of {name}"))
+            }
             None => fidelity(format!("expected a cosine to the source of at least {MIN_COSINE}, found {cosine:.3}")),
         };
     }
@@ -350,11 +352,7 @@ fn whose(scene: &Scene, matrix: &Matrix, packed: &Packed) -> Option<Owner> {
     scene.expectation.matrices.iter().filter(same_form).find_map(|other| {
         let cosine = sample_cosine(source, other, &rows, &mine).ok()?;
         (cosine >= MIN_COSINE).then(|| {
-            if other.expert == matrix.expert {
-                Owner::Sibling(other.base.clone())
-            } else {
-                Owner::Expert(other.expert)
-            }
+            if other.expert == matrix.expert { Owner::Sibling(other.base.clone()) } else { Owner::Expert(other.expert) }
         })
     })
 }

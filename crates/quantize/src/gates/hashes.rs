@@ -128,6 +128,13 @@ fn claims(ledger: &Ledger, artifact: &Directory, manifest: &Manifest) -> Claims 
         files.extend(artifact.shards.file_of(name).map(str::to_owned));
         files.extend(manifest.tensors.get(name).map(|record| record.file.clone()));
     }
+    // A file lost tensors to a file that another gate rejects.
+    for (name, record) in &manifest.tensors {
+        let now = artifact.shards.file_of(name).unwrap_or(&record.file);
+        if now != record.file && ledger.file_claim(now).is_some() {
+            files.insert(record.file.clone());
+        }
+    }
     let shard_claimed = artifact.files.keys().chain(&artifact.broken);
     let shard_claimed = shard_claimed.filter(|f| f.ends_with(".safetensors")).any(|f| ledger.file_claim(f).is_some());
     let passed_over = manifest.tensors.keys().filter(|name| ledger.tensor_claim(name).is_some()).count();
@@ -135,12 +142,7 @@ fn claims(ledger: &Ledger, artifact: &Directory, manifest: &Manifest) -> Claims 
 }
 
 /// Compares tensors; returns how many are as recorded.
-fn tensors(
-    ledger: &mut Ledger,
-    artifact: &Directory,
-    manifest: &Manifest,
-    found: &BTreeMap<String, Digest>,
-) -> usize {
+fn tensors(ledger: &mut Ledger, artifact: &Directory, manifest: &Manifest, found: &BTreeMap<String, Digest>) -> usize {
     let (mut same, mut hidden) = (0, 0);
     for (name, record) in &manifest.tensors {
         if ledger.tensor_claim(name).is_some() {
@@ -189,9 +191,8 @@ fn files(
     claims: &Claims,
 ) {
     for (file, record) in &manifest.files {
-        let explained = ledger.file_claim(file).is_some()
-            || claims.files.contains(file)
-            || (file == INDEX_FILE && claims.any);
+        let explained =
+            ledger.file_claim(file).is_some() || claims.files.contains(file) || (file == INDEX_FILE && claims.any);
         if explained {
             continue;
         }

@@ -81,8 +81,11 @@ const FUSED: &str = "gate_up_proj";
 const CLASS: &str = "Linear";
 
 /// Prefix mapping of vLLM's main model: checkpoint prefix, module prefix.
-const PREFIXES: [(&str, &str); 3] =
-    [("model.language_model.", "language_model.model."), ("model.visual.", "visual."), ("lm_head.", "language_model.lm_head.")];
+const PREFIXES: [(&str, &str); 3] = [
+    ("model.language_model.", "language_model.model."),
+    ("model.visual.", "visual."),
+    ("lm_head.", "language_model.lm_head."),
+];
 
 /// `targets` and `ignore`, parsed.
 #[derive(Debug, Clone)]
@@ -228,8 +231,7 @@ fn vllm_modules(modules: &Modules) -> (Vec<VllmModule>, Vec<VllmModule>) {
         };
         let Some((module, asked, class)) = vllm_module(&own) else { continue };
         let entry = list.entry(module.clone());
-        let entry =
-            entry.or_insert_with(|| VllmModule { name: module, asked: Vec::new(), class, quantized });
+        let entry = entry.or_insert_with(|| VllmModule { name: module, asked: Vec::new(), class, quantized });
         if !entry.asked.contains(&asked) {
             entry.asked.push(asked);
         }

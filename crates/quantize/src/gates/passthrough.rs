@@ -67,12 +67,18 @@ pub(super) fn check(ledger: &mut Ledger, scene: &Scene) {
         match finding {
             Finding::Same => same += 1,
             Finding::Different(at, count) => {
-                let found = format!("expected the source's bytes, found {count} of them different, the first at byte {at}");
+                let found =
+                    format!("expected the source's bytes, found {count} of them different, the first at byte {at}");
                 ledger.tensor(G5, name, found, COPY);
             }
             Finding::NotFinite(i) => {
                 let found = format!("expected finite values, found NaN or infinity at element {i}");
-                ledger.tensor(G7, name, found, "copy the tensor from the source, and look at the source if it is the same");
+                ledger.tensor(
+                    G7,
+                    name,
+                    found,
+                    "copy the tensor from the source, and look at the source if it is the same",
+                );
             }
             Finding::Unreadable(e) => ledger.tensor(G5, name, format!("expected to read it, found {e}"), COPY),
         }

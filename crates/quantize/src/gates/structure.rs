@@ -74,7 +74,10 @@ fn triple_problem(scene: &Scene, matrix: &Matrix) -> Option<(String, String)> {
         return Some((matrix.base.clone(), format!("{expected} {found}")));
     }
     if let Some(name) = missing.first() {
-        return Some(((*name).to_owned(), "expected it beside the rest of the triple, found no such tensor".to_owned()));
+        return Some((
+            (*name).to_owned(),
+            "expected it beside the rest of the triple, found no such tensor".to_owned(),
+        ));
     }
     if plain {
         return Some((weight, "expected only the triple, found the plain weight beside it".to_owned()));
@@ -159,7 +162,8 @@ fn presence(ledger: &mut Ledger, scene: &Scene, gate: GateId, part: Part) {
         .filter(|name| !scene.expectation.packed.contains(*name) && ledger.tensor_claim(name).is_none())
         .collect();
     for name in extra {
-        let origin = if scene.source.is_some() { "the source does not have" } else { "config.json does not account for" };
+        let origin =
+            if scene.source.is_some() { "the source does not have" } else { "config.json does not account for" };
         ledger.tensor(gate, name, format!("expected no such tensor: {origin} it"), "remove the tensor");
     }
     ledger.count(gate, found, total);
@@ -169,11 +173,7 @@ fn presence(ledger: &mut Ledger, scene: &Scene, gate: GateId, part: Part) {
 }
 
 /// The additive rule of a merge: every entry of the old index kept as it was, and nothing added but the MTP layer.
-pub(super) fn merged_index(
-    ledger: &mut Ledger,
-    scene: &Scene,
-    before: &BTreeMap<String, String>,
-) {
+pub(super) fn merged_index(ledger: &mut Ledger, scene: &Scene, before: &BTreeMap<String, String>) {
     let remedy = "write the index again from the old one, adding the MTP layer's entries only";
     let after = &scene.artifact.weight_map;
     for (name, file) in before {

@@ -320,7 +320,9 @@ mod tests {
 
     #[test]
     fn epsilon_scale_is_for_zero_groups_or_groups_that_use_their_range() {
-        let fault = |nibble: &dyn Fn(usize) -> u8| packed(int4::ZERO_GROUP_SCALE.to_f32(), nibble).scan(None, false).scale_fault;
+        let fault = |nibble: &dyn Fn(usize) -> u8| {
+            packed(int4::ZERO_GROUP_SCALE.to_f32(), nibble).scan(None, false).scale_fault
+        };
         assert_eq!(fault(&|_| 8), None, "an all-zero group");
         assert_eq!(fault(&|c| (c % 16) as u8), None, "a group that happens to have this scale");
         assert_eq!(fault(&|c| (8 + c % 2) as u8), Some((0, 0, ScaleFault::Idle)));

@@ -127,6 +127,11 @@ pub(crate) fn shard(tensors: &[Tensor]) -> Vec<u8> {
     join_shard(&Value::Object(header).to_string(), &data)
 }
 
+/// Removes the last byte of a file.
+pub(crate) fn cut(file: &mut Vec<u8>) {
+    file.pop().expect("a file that is not empty");
+}
+
 pub(crate) fn join_shard(header: &str, data: &[u8]) -> Vec<u8> {
     let mut file = (header.len() as u64).to_le_bytes().to_vec();
     file.extend(header.as_bytes());
@@ -148,8 +153,7 @@ pub(crate) fn write(directory: &Path, files: &Files) {
 }
 
 pub(crate) fn triple(base: &str, weight: &Tensor) -> [Tensor; 3] {
-    let values: Vec<f32> =
-        weight.bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect();
+    let values: Vec<f32> = weight.bytes.as_chunks::<2>().0.iter().map(|b| bf16::from_le_bytes(*b).to_f32()).collect();
     let &[rows, cols] = &weight.shape[..] else { panic!("not a matrix") };
     let packed = PackedMatrix::round_to_nearest(&values, cols, Quotient::F32).expect("whole groups");
     let tensor = |suffix: &str, dtype, shape: Vec<usize>, bytes| Tensor {
@@ -167,36 +171,36 @@ pub(crate) fn triple(base: &str, weight: &Tensor) -> [Tensor; 3] {
 
 /// Three layers (dense, then two with four experts), an MTP layer and a vision tower of one block.
 pub(crate) fn config_text() -> String {
-    let config = json!({
-        "architectures": ["Glm5NextForConditionalGeneration"],
-        "model_type": "glm5_next",
-        "dtype": "bfloat16",
-        "image_token_id": 60, "video_token_id": 61, "image_start_token_id": 56, "image_end_token_id": 57,
-        "video_start_token_id": 58, "video_end_token_id": 59,
-        "text_config": {
-            "vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "moe_intermediate_size": 128,
-            "num_hidden_layers": 3, "num_nextn_predict_layers": 1,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16, "qk_rope_head_dim": 0, "v_head_dim": 16,
-            "linear_num_heads": 2, "linear_head_dim": 16, "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0,
-            "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_kpool": 4,
-            "indexer_types": ["full", "full", "full"],
-            "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
-            "norm_topk_prob": true, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
-            "hc_mult": 2, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "mhc": true, "mla_use_nope": true,
-            "swiglu_limit": 10.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 1024,
-            "hidden_act": "silu", "attention_bias": false, "eos_token_id": [0], "pad_token_id": 0,
-            "dtype": "bfloat16",
-        },
-        "vision_config": {
-            "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 256,
-            "projection_intermediate_size": 32, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2,
-            "in_channels": 3, "hidden_act": "silu", "attention_bias": true, "swiglu_limit": 10.0, "rms_norm_eps": 1e-5,
-        },
-    });
-    serde_json::to_string_pretty(&config).expect("JSON")
+    r#"{
+    "architectures": ["Glm5NextForConditionalGeneration"],
+    "model_type": "glm5_next",
+    "dtype": "bfloat16",
+    "image_token_id": 60, "video_token_id": 61, "image_start_token_id": 56, "image_end_token_id": 57,
+    "video_start_token_id": 58, "video_end_token_id": 59,
+    "text_config": {
+        "vocab_size": 64, "hidden_size": 256, "intermediate_size": 64, "moe_intermediate_size": 128,
+        "num_hidden_layers": 3, "num_nextn_predict_layers": 1,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16,
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 0, "v_head_dim": 16,
+        "linear_num_heads": 2, "linear_head_dim": 16, "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0,
+        "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8, "index_kpool": 4,
+        "indexer_types": ["full", "full", "full"],
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": true, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+        "hc_mult": 2, "hc_eps": 1e-6, "hc_sinkhorn_iters": 20, "mhc": true, "mla_use_nope": true,
+        "swiglu_limit": 10.0, "rms_norm_eps": 1e-5, "max_position_embeddings": 1024,
+        "hidden_act": "silu", "attention_bias": false, "eos_token_id": [0], "pad_token_id": 0,
+        "dtype": "bfloat16"
+    },
+    "vision_config": {
+        "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 256,
+        "projection_intermediate_size": 32, "patch_size": 2, "temporal_patch_size": 2, "spatial_merge_size": 2,
+        "in_channels": 3, "hidden_act": "silu", "attention_bias": true, "swiglu_limit": 10.0, "rms_norm_eps": 1e-5
+    }
+}"#
+    .to_owned()
 }
 
 /// The block that belongs to [`config_text`].
@@ -227,7 +231,8 @@ pub(crate) fn config() -> Config {
 
 /// Standard normal numbers that depend on the name alone.
 fn normal(name: &str, n: usize) -> impl Iterator<Item = f32> {
-    let mut state = name.bytes().fold(0x9e37_79b9_7f4a_7c15_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+    let mut state =
+        name.bytes().fold(0x9e37_79b9_7f4a_7c15_u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
     let mut uniform = move || {
         state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = state;

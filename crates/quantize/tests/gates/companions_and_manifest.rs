@@ -5,7 +5,7 @@ use glimmer_quantize::gates::GateId::{G14, G15};
 use serde_json::{Value, json};
 
 use crate::{
-    artifact::{Files, Plan},
+    artifact::{Files, Plan, cut},
     harness::{Case, Damage, later, made, made_alone, run},
 };
 
@@ -41,7 +41,7 @@ fn companions_that_are_not_the_sources_are_g14s() {
         made_alone("a second template", &[G14], &[], |p| {
             drop(p.files.insert("chat_template.json".to_owned(), b"{}".to_vec()));
         }),
-        made("a companion cut off", &[G14], |p| drop(file(p, "tokenizer_config.json").pop())),
+        made("a companion cut off", &[G14], |p| cut(file(p, "tokenizer_config.json"))),
         made("another tool's quantization file", &[G14], |p| {
             drop(p.files.insert("hf_quant_config.json".to_owned(), b"{}".to_vec()));
         }),
@@ -52,7 +52,7 @@ fn companions_that_are_not_the_sources_are_g14s() {
 fn the_manifest_and_what_it_alone_covers_are_g15s() {
     run(&[
         later("no manifest", &[G15], |f| drop(f.remove(MANIFEST_FILE))),
-        later("a manifest cut off", &[G15], |f| drop(f.get_mut(MANIFEST_FILE).expect("a manifest").pop())),
+        later("a manifest cut off", &[G15], |f| cut(f.get_mut(MANIFEST_FILE).expect("a manifest"))),
         later("a manifest of another layout", &[G15], |f| manifest(f, |m| m["layout"] = json!(2))),
         later("a file's hash wrong", &[G15], |f| {
             manifest(f, |m| m["files"]["LICENSE"]["sha256"] = json!("00".repeat(32)));

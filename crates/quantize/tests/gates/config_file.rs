@@ -4,7 +4,7 @@ use glimmer_quantize::gates::GateId::{G13, G14};
 use serde_json::{Value, json};
 
 use crate::{
-    artifact::Plan,
+    artifact::{Plan, cut},
     harness::{later, made, made_alone, run},
 };
 
@@ -34,7 +34,7 @@ fn a_config_that_is_not_the_sources_is_g13s() {
         }),
         later("no config", &[G13], |f| drop(f.remove("config.json"))),
         later("a config that is no JSON", &[G13], |f| {
-            drop(f.get_mut("config.json").expect("a config").pop());
+            cut(f.get_mut("config.json").expect("a config"));
         }),
         later("a config that is no object", &[G13], |f| {
             f.insert("config.json".to_owned(), b"[]".to_vec());

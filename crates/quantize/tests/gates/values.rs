@@ -35,7 +35,7 @@ fn map_scales(plan: &mut Plan, base: &str, f: impl Fn(f32) -> f32) {
 }
 
 /// Changes the words of a matrix.
-fn words(plan: &mut Plan, base: &str) -> &mut Vec<u8> {
+fn words<'a>(plan: &'a mut Plan, base: &str) -> &'a mut Vec<u8> {
     &mut plan.tensor(&format!("{base}.weight_packed")).bytes
 }
 
@@ -89,7 +89,9 @@ fn collapsed_codes_are_g6bs() {
             nibbles(p, UP, |n| n.iter_mut().for_each(|u| *u = [6, 8, 10][(*u > 8) as usize + (*u >= 8) as usize]));
         }),
         made("codes pushed to the ends of the range", &[G6b], |p| {
-            nibbles(p, UP, |n| n.iter_mut().for_each(|u| *u = (2 * i16::from(*u) - 8).clamp(0, 15).unsigned_abs() as u8));
+            nibbles(p, UP, |n| {
+                n.iter_mut().for_each(|u| *u = (2 * i16::from(*u) - 8).clamp(0, 15).unsigned_abs() as u8);
+            });
         }),
         made_alone("one group zeroed", &[G6b], NONE, |p| nibbles(p, UP, |n| n[1280..1408].fill(8))),
         made_alone("one row zeroed", &[G6b], NONE, |p| nibbles(p, UP, |n| n[COLS..2 * COLS].fill(8))),
