@@ -15,7 +15,10 @@
 //! that no reader depends on the other guard. A block whose target is a class name leans on `ignore` by design and is
 //! spared the last reading.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use regex::Regex;
 
@@ -96,7 +99,8 @@ pub struct Rules {
 
 #[derive(Debug, Clone)]
 enum Pattern {
-    Regex(Regex),
+    /// Shared: a clone of a `Regex` would build its caches anew.
+    Regex(Arc<Regex>),
     Literal(String),
 }
 
@@ -104,7 +108,7 @@ impl Pattern {
     fn parse(entry: &str) -> Result<Self, PatternError> {
         let Some(pattern) = entry.strip_prefix("re:") else { return Ok(Self::Literal(entry.to_owned())) };
         match Regex::new(&format!("^(?:{pattern})")) {
-            Ok(regex) => Ok(Self::Regex(regex)),
+            Ok(regex) => Ok(Self::Regex(Arc::new(regex))),
             Err(e) => Err(PatternError { entry: entry.to_owned(), reason: e.to_string().replace('\n', " ") }),
         }
     }
