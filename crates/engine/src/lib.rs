@@ -1,1 +1,39 @@
-//! Sequences, cache pools, sampling and speculation
+//! Sequences, cache pools, sampling and speculation: from prompts of tokens to streams of tokens, for one process.
+//!
+//! | file | idea |
+//! |---|---|
+//! | [`generate`] | [`Generator`]: drives a model over several sequences at once |
+//! | [`sequence`] | [`Request`] and the life of a sequence |
+//! | [`schedule`] | which rows the next step computes; pure |
+//! | [`pools`] | slots and pages with guards; one function says what a sequence needs |
+//! | [`sampling`] | logits to a token |
+//! | [`speculate`] | which drafts stand; exact |
+//! | [`draft`] | the draft layer's schedule |
+//! | [`score`] | log-probabilities of given tokens |
+//! | [`random`] | draws keyed by seed, position and purpose |
+//! | [`stats`] | what was done, how fast, how many drafts were right |
+//!
+//! Invariants: greedy output does not depend on the draft depth; what a sequence yields depends on its request alone,
+//! neither on other sequences nor on how its prompt was cut; every slot and page that a sequence holds comes back when it
+//! ends.
+#![forbid(unsafe_code)]
+
+mod draft;
+mod error;
+pub mod generate;
+pub mod pools;
+pub mod random;
+pub mod sampling;
+pub mod schedule;
+pub mod score;
+pub mod sequence;
+pub mod speculate;
+pub mod stats;
+
+pub use error::EngineError;
+pub use generate::{DraftSampling, Generator, IndexSharing, Settings};
+pub use pools::{Need, Pools, Reservation};
+pub use sampling::{Distribution, Sampler, SamplingParams};
+pub use score::ScoredRow;
+pub use sequence::{Finish, Flow, Output, Request, SequenceId, TokenEvent};
+pub use stats::{DraftCounts, Stats};

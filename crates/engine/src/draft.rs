@@ -1,0 +1,153 @@
+//! The draft layer's schedule.
+//!
+//! After a trunk step the draft layer runs over the positions that have just become final, each with the token after it:
+//! this fills the layer's cache with true rows and overwrites what chains left there. The last row of a decoding sequence
+//! proposes its first draft; each further draft is a row of a chain, one position on, fed with the draft before and the
+//! hidden state that made it. A chain selects tokens anew or shares the selection of the row that began it.
+
+use glimmer_model::{HiddenSource, Model, MtpStep};
+use glimmer_tensor::{Backend, Segment, Step};
+
+use crate::{
+    EngineError,
+    random::{Purpose, uniform},
+    sampling::{Choice, History, Sampler},
+    sequence::{Phase, Sequence, Trail},
+    speculate::Draft,
+};
+
+/// How drafts are made.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Drafting {
+    /// Chains share selections.
+    pub(crate) share: bool,
+    /// Drafts of sampled requests are drawn from the drafter's distribution instead of being its largest logit.
+    pub(crate) drawn: bool,
+}
+
+/// Runs the draft layer over `trails` (rows of the last trunk step) and leaves drafts in the sequences. `row` is scratch
+/// for logits.
+pub(crate) fn propose<B: Backend>(
+    model: &mut Model<B>,
+    sequences: &mut [Sequence],
+    trails: &[Trail],
+    drafting: Drafting,
+    sampler: &mut Sampler,
+    row: &mut [f32],
+) -> Result<(), EngineError> {
+    if trails.is_empty() {
+        return Ok(());
+    }
+    let step = mtp_step(sequences, trails, |sequence, position| sequence.tokens[position + 1]);
+    model.draft(&step, &mut ())?;
+
+    // The chains: the last row of each trail whose sequence wants drafts.
+    let mut first_row = 0;
+    let mut chains: Vec<Chain> = Vec::new();
+    for trail in trails {
+        let last = first_row + trail.rows - 1;
+        first_row += trail.rows;
+        let sequence = &sequences[trail.index];
+        if sequence.phase == Phase::Decode && sequence.useful_drafts() > 0 {
+            let position = trail.position + trail.rows;
+            chains.push(Chain { index: trail.index, position, row: last as u32, selected: last as u32 });
+        }
+    }
+    let mut depth = 0;
+    while !chains.is_empty() {
+        for (logits, chain) in chains.iter().enumerate() {
+            model.draft_logits(logits, row)?;
+            // The draft is for the position after the newest token and the drafts so far.
+            let sequence = &mut sequences[chain.index];
+            let position = sequence.tokens.len() + depth;
+            let draft = choose(sequence, drafting, sampler, row, position)?;
+            sequence.drafts.push(draft);
+        }
+        depth += 1;
+        if depth > 1 {
+            // The step just judged was a chain step: one row a chain.
+            for (chain, row) in chains.iter_mut().zip(0..) {
+                chain.row = row;
+            }
+        }
+        chains.retain(|chain| sequences[chain.index].useful_drafts() > depth);
+        if chains.is_empty() {
+            break;
+        }
+        let trails: Vec<Trail> = chains
+            .iter()
+            .map(|chain| Trail {
+                index: chain.index,
+                position: chain.position + depth - 1,
+                rows: 1,
+                source: chain.row,
+                from: HiddenSource::Draft,
+            })
+            .collect();
+        let mut step = mtp_step(sequences, &trails, |sequence, _| sequence.drafts[depth - 1].token);
+        if drafting.share {
+            step.shared = Some(chains.iter().map(|chain| chain.selected).collect());
+        }
+        model.draft(&step, &mut ())?;
+    }
+    Ok(())
+}
+
+/// A sequence that is being drafted for.
+#[derive(Debug, Clone, Copy)]
+struct Chain {
+    index: usize,
+    /// Position of the first chain row.
+    position: usize,
+    /// Row of its hidden state in the last draft step.
+    row: u32,
+    /// Row whose selection it shares.
+    selected: u32,
+}
+
+fn choose(
+    sequence: &Sequence,
+    drafting: Drafting,
+    sampler: &mut Sampler,
+    row: &mut [f32],
+    position: usize,
+) -> Result<Draft, EngineError> {
+    let params = &sequence.request.sampling;
+    if params.is_greedy() || !drafting.drawn {
+        let (token, _) = crate::sampling::largest(row).map_err(|reason| EngineError::NoToken { position, reason })?;
+        return Ok(Draft { token, drawn_from: None });
+    }
+    Ok(match sampler.choose(row, params, &History::default(), &[], position)? {
+        Choice::Token(token) => Draft { token, drawn_from: None },
+        Choice::Among(q) => {
+            let token = q.draw(uniform(params.seed, position, Purpose::Draft));
+            Draft { token, drawn_from: Some(q.clone()) }
+        }
+    })
+}
+
+/// A step of the draft layer over trails of one kind; logits are wanted of the last row of every trail that drafts.
+fn mtp_step(sequences: &[Sequence], trails: &[Trail], next: impl Fn(&Sequence, usize) -> u32) -> MtpStep {
+    let mut step = Step::default();
+    let mut source = Vec::new();
+    for trail in trails {
+        let sequence = &sequences[trail.index];
+        step.tokens.extend((trail.position..trail.position + trail.rows).map(|p| next(sequence, p)));
+        source.extend((0..trail.rows as u32).map(|i| trail.source + i));
+        step.segments.push(Segment {
+            slot: sequence.reservation.slot(),
+            position: trail.position as u32,
+            rows: trail.rows as u32,
+            fold: 0,
+            commit: trail.rows as u32,
+            first_page: step.pages.len() as u32,
+            pages: sequence.reservation.pages().len() as u32,
+        });
+        step.pages.extend(sequence.reservation.pages());
+        if sequence.phase == Phase::Decode && sequence.useful_drafts() > 0 {
+            step.logits.push(step.tokens.len() as u32 - 1);
+        }
+    }
+    let from = trails.first().map_or(HiddenSource::Trunk, |t| t.from);
+    MtpStep { step, from, source, shared: None }
+}

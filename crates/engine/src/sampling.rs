@@ -1,0 +1,519 @@
+//! From logits to a token.
+//!
+//! Order: bias and bans, penalties, temperature, min-p, top-k, top-p, draw. Below [`GREEDY_BELOW`] the temperature means
+//! the largest logit after bias and penalties. Wherever values tie, the lower token id comes first, so the outcome is a
+//! function of the logits and the request alone.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    EngineError,
+    random::{Purpose, uniform},
+};
+
+/// Temperatures below this are greedy.
+pub const GREEDY_BELOW: f32 = 1e-5;
+
+/// Largest magnitude of a bias; larger ones are clamped to it.
+pub const MAX_BIAS: f32 = 100.0;
+
+/// How tokens are chosen.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct SamplingParams {
+    /// Divides the logits; 0 to 2.
+    pub temperature: f32,
+    /// Smallest set of most probable tokens with at least this mass; (0, 1], 1 is off.
+    pub top_p: f32,
+    /// This many most probable tokens; 0 is off.
+    pub top_k: usize,
+    /// Tokens with at least this share of the most probable one's probability; [0, 1], 0 is off.
+    pub min_p: f32,
+    /// Subtracted from tokens that the output has; [-2, 2].
+    pub presence_penalty: f32,
+    /// Subtracted for every occurrence in the output; [-2, 2].
+    pub frequency_penalty: f32,
+    /// Divides positive and multiplies negative logits of tokens that prompt or output have; above 0, 1 is off.
+    pub repetition_penalty: f32,
+    /// Added to single tokens.
+    pub logit_bias: Vec<(u32, f32)>,
+    /// Key of all draws.
+    pub seed: u64,
+}
+
+impl Default for SamplingParams {
+    /// Greedy, nothing else switched on.
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_p: 1.0,
+            top_k: 0,
+            min_p: 0.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            repetition_penalty: 1.0,
+            logit_bias: Vec::new(),
+            seed: 0,
+        }
+    }
+}
+
+impl SamplingParams {
+    /// Whether the largest logit is taken.
+    pub fn is_greedy(&self) -> bool {
+        self.temperature < GREEDY_BELOW
+    }
+
+    /// Checks every range.
+    ///
+    /// # Errors
+    /// [`EngineError::Parameter`] naming the field.
+    pub fn validate(&self, vocab: usize) -> Result<(), EngineError> {
+        let range = |field, value: f32, low: f32, high: f32| {
+            if (low..=high).contains(&value) {
+                Ok(())
+            } else {
+                Err(EngineError::parameter(field, format!("a number from {low} to {high}"), value))
+            }
+        };
+        range("temperature", self.temperature, 0.0, 2.0)?;
+        range("top_p", self.top_p, f32::MIN_POSITIVE, 1.0)?;
+        range("min_p", self.min_p, 0.0, 1.0)?;
+        range("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
+        range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;
+        range("repetition_penalty", self.repetition_penalty, f32::MIN_POSITIVE, f32::MAX)?;
+        for &(token, bias) in &self.logit_bias {
+            if token as usize >= vocab {
+                return Err(EngineError::parameter("logit_bias", format!("token ids below {vocab}"), token));
+            }
+            if bias.is_nan() {
+                return Err(EngineError::parameter("logit_bias", "numbers", bias));
+            }
+        }
+        Ok(())
+    }
+
+    fn has_penalties(&self) -> bool {
+        let off = |value: f32, neutral: f32| (value - neutral).abs() < f32::EPSILON;
+        !(off(self.presence_penalty, 0.0) && off(self.frequency_penalty, 0.0) && off(self.repetition_penalty, 1.0))
+    }
+}
+
+/// Tokens seen so far, as the penalties count them. Empty unless the parameters have penalties.
+#[derive(Debug, Clone, Default)]
+pub struct History {
+    counts: BTreeMap<u32, Seen>,
+    active: bool,
+}
+
+#[derive(Debug, Clone, Copy, Default)]
+struct Seen {
+    output: u32,
+}
+
+impl History {
+    /// The history of a prompt.
+    pub fn new(params: &SamplingParams, prompt: &[u32]) -> Self {
+        let active = params.has_penalties();
+        let counts = if active { prompt.iter().map(|&t| (t, Seen::default())).collect() } else { BTreeMap::new() };
+        Self { counts, active }
+    }
+
+    /// Adds a token of the output.
+    pub fn push(&mut self, token: u32) {
+        if self.active {
+            self.counts.entry(token).or_default().output += 1;
+        }
+    }
+
+    fn apply(&self, params: &SamplingParams, logits: &mut [f32]) {
+        for (&token, seen) in &self.counts {
+            let Some(logit) = logits.get_mut(token as usize) else { continue };
+            let repeated = params.repetition_penalty;
+            *logit = if *logit > 0.0 { *logit / repeated } else { *logit * repeated };
+            if seen.output > 0 {
+                *logit -= params.frequency_penalty * seen.output as f32 + params.presence_penalty;
+            }
+        }
+    }
+}
+
+/// A distribution over some tokens; the others have probability zero.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Distribution {
+    /// Ascending.
+    tokens: Vec<u32>,
+    /// Not normalised.
+    weights: Vec<f64>,
+    total: f64,
+}
+
+impl Distribution {
+    /// A distribution from (token, weight) pairs; weights need not sum to one.
+    ///
+    /// # Errors
+    /// [`EngineError::Parameter`] when a token repeats, a weight is negative or not finite, or none is positive.
+    pub fn from_weights(pairs: impl IntoIterator<Item = (u32, f64)>) -> Result<Self, EngineError> {
+        let mut pairs: Vec<(u32, f64)> = pairs.into_iter().collect();
+        pairs.sort_by_key(|p| p.0);
+        let valid = pairs.windows(2).all(|w| w[0].0 < w[1].0) && pairs.iter().all(|p| p.1.is_finite() && p.1 >= 0.0);
+        let (tokens, weights): (Vec<_>, Vec<_>) = pairs.into_iter().unzip();
+        let total: f64 = weights.iter().sum();
+        if !valid || total <= 0.0 {
+            return Err(EngineError::parameter(
+                "weights",
+                "different tokens with finite weights of positive sum",
+                total,
+            ));
+        }
+        Ok(Self { tokens, weights, total })
+    }
+
+    /// Probability of a token.
+    pub fn probability(&self, token: u32) -> f64 {
+        self.tokens.binary_search(&token).map_or(0.0, |i| self.weights[i] / self.total)
+    }
+
+    /// Tokens with their probabilities, ascending by token.
+    pub fn iter(&self) -> impl Iterator<Item = (u32, f64)> + '_ {
+        self.tokens.iter().zip(&self.weights).map(|(&t, &w)| (t, w / self.total))
+    }
+
+    /// The token at `u` in `[0, 1)` of the cumulative distribution.
+    pub fn draw(&self, u: f64) -> u32 {
+        pick(self.tokens.iter().copied().zip(self.weights.iter().copied()), u * self.total)
+    }
+
+    /// The token at `u` of `max(0, self - other)`, normalised. Where rounding leaves no such mass, `self` is drawn from.
+    pub fn draw_residual(&self, other: &Self, u: f64) -> u32 {
+        let excess = || self.iter().map(|(t, p)| (t, (p - other.probability(t)).max(0.0)));
+        let total: f64 = excess().map(|e| e.1).sum();
+        if total > 0.0 { pick(excess(), u * total) } else { self.draw(u) }
+    }
+}
+
+/// The first token whose cumulative weight exceeds `target`; the last one with weight when rounding exhausts the sum.
+fn pick(pairs: impl Iterator<Item = (u32, f64)>, target: f64) -> u32 {
+    let (mut sum, mut last) = (0.0, 0);
+    for (token, weight) in pairs {
+        if weight > 0.0 {
+            sum += weight;
+            last = token;
+            if sum > target {
+                break;
+            }
+        }
+    }
+    last
+}
+
+/// What a row of logits says about the next token.
+#[derive(Debug)]
+pub enum Choice<'a> {
+    /// Greedy: this token.
+    Token(u32),
+    /// Otherwise a distribution.
+    Among(&'a Distribution),
+}
+
+/// Logits to choices, with reusable scratch.
+#[derive(Debug, Default)]
+pub struct Sampler {
+    candidates: Vec<(f32, u32)>,
+    distribution: Distribution,
+}
+
+impl Sampler {
+    /// Shapes `logits` `[vocab]` in place and gives the choice at `position`; `banned` tokens cannot be chosen.
+    ///
+    /// # Errors
+    /// [`EngineError::NoToken`] when no finite logit is left or one is not a number.
+    pub fn choose(
+        &mut self,
+        logits: &mut [f32],
+        params: &SamplingParams,
+        history: &History,
+        banned: &[u32],
+        position: usize,
+    ) -> Result<Choice<'_>, EngineError> {
+        for &(token, bias) in &params.logit_bias {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit += bias.clamp(-MAX_BIAS, MAX_BIAS);
+            }
+        }
+        history.apply(params, logits);
+        for &token in banned {
+            if let Some(logit) = logits.get_mut(token as usize) {
+                *logit = f32::NEG_INFINITY;
+            }
+        }
+        let (best, max) = largest(logits).map_err(|reason| EngineError::NoToken { position, reason })?;
+        if params.is_greedy() {
+            return Ok(Choice::Token(best));
+        }
+        self.shape(logits, params, max);
+        Ok(Choice::Among(&self.distribution))
+    }
+
+    /// The next token at `position`.
+    ///
+    /// # Errors
+    /// As [`Sampler::choose`].
+    pub fn next(
+        &mut self,
+        logits: &mut [f32],
+        params: &SamplingParams,
+        history: &History,
+        banned: &[u32],
+        position: usize,
+    ) -> Result<u32, EngineError> {
+        Ok(match self.choose(logits, params, history, banned, position)? {
+            Choice::Token(token) => token,
+            Choice::Among(distribution) => distribution.draw(uniform(params.seed, position, Purpose::Token)),
+        })
+    }
+
+    fn shape(&mut self, logits: &[f32], params: &SamplingParams, max: f32) {
+        let (temperature, candidates) = (f64::from(params.temperature), &mut self.candidates);
+        let weight = |logit: f32| ((f64::from(logit) - f64::from(max)) / temperature).exp();
+        let least = f64::from(params.min_p);
+        candidates.clear();
+        candidates.extend(
+            logits
+                .iter()
+                .zip(0u32..)
+                .filter(|&(&l, _)| l > f32::NEG_INFINITY && (least <= 0.0 || weight(l) >= least))
+                .map(|(&l, token)| (l, token)),
+        );
+        if params.top_k > 0 && params.top_k < candidates.len() {
+            candidates.select_nth_unstable_by(params.top_k, by_rank);
+            candidates.truncate(params.top_k);
+        }
+        if params.top_p < 1.0 {
+            let kept = nucleus(candidates, f64::from(params.top_p), weight);
+            candidates.truncate(kept);
+        }
+        candidates.sort_unstable_by_key(|c| c.1);
+        let out = &mut self.distribution;
+        out.tokens.clear();
+        out.tokens.extend(candidates.iter().map(|c| c.1));
+        out.weights.clear();
+        out.weights.extend(candidates.iter().map(|c| weight(c.0)));
+        out.total = out.weights.iter().sum();
+    }
+}
+
+/// Higher logit first, then lower token.
+fn by_rank(a: &(f32, u32), b: &(f32, u32)) -> std::cmp::Ordering {
+    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
+}
+
+/// Sorts so much of the front that its mass reaches `top_p`, and gives the number of tokens to keep. The total does not
+/// depend on how far was sorted: it is summed in token order.
+fn nucleus(candidates: &mut [(f32, u32)], top_p: f64, weight: impl Fn(f32) -> f64) -> usize {
+    candidates.sort_unstable_by_key(|c| c.1);
+    let target = top_p * candidates.iter().map(|c| weight(c.0)).sum::<f64>();
+    let (mut sorted, mut mass) = (0, 0.0);
+    let mut window = 64;
+    while sorted < candidates.len() {
+        let rest = &mut candidates[sorted..];
+        let take = window.min(rest.len());
+        if take < rest.len() {
+            rest.select_nth_unstable_by(take, by_rank);
+        }
+        rest[..take].sort_unstable_by(by_rank);
+        for (i, candidate) in rest[..take].iter().enumerate() {
+            mass += weight(candidate.0);
+            if mass >= target {
+                return sorted + i + 1;
+            }
+        }
+        sorted += take;
+        window *= 8;
+    }
+    candidates.len()
+}
+
+/// Position and value of the largest logit, the first of equals.
+pub(crate) fn largest(logits: &[f32]) -> Result<(u32, f32), &'static str> {
+    let (mut best, mut max) = (0, f32::NEG_INFINITY);
+    for (&logit, token) in logits.iter().zip(0u32..) {
+        if logit > max {
+            (best, max) = (token, logit);
+        } else if logit.is_nan() {
+            return Err("a logit is not a number; the weights are damaged or the computation overflowed");
+        }
+    }
+    if max == f32::INFINITY {
+        return Err("a logit is infinite; the weights are damaged or the computation overflowed");
+    }
+    if max == f32::NEG_INFINITY {
+        return Err("every token is excluded");
+    }
+    Ok((best, max))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape(logits: &[f32], params: &SamplingParams) -> Vec<(u32, f64)> {
+        let mut sampler = Sampler::default();
+        let mut logits = logits.to_vec();
+        match sampler.choose(&mut logits, params, &History::default(), &[], 0).unwrap() {
+            Choice::Token(token) => vec![(token, 1.0)],
+            Choice::Among(distribution) => distribution.iter().collect(),
+        }
+    }
+
+    fn tokens(pairs: &[(u32, f64)]) -> Vec<u32> {
+        pairs.iter().map(|p| p.0).collect()
+    }
+
+    /// Logits whose softmax is 0.4, 0.3, 0.2, 0.1.
+    fn ladder() -> Vec<f32> {
+        [0.4f32, 0.3, 0.2, 0.1].iter().map(|p| p.ln()).collect()
+    }
+
+    fn at(temperature: f32) -> SamplingParams {
+        SamplingParams { temperature, ..SamplingParams::default() }
+    }
+
+    #[test]
+    fn greedy_takes_the_first_of_equals() {
+        assert_eq!(tokens(&shape(&[1.0, 3.0, 3.0, 2.0], &at(0.0))), [1]);
+        assert_eq!(tokens(&shape(&[1.0, 3.0, 3.0, 2.0], &at(9e-6))), [1]);
+        assert_eq!(shape(&[1.0, 3.0], &at(1e-4)).len(), 2);
+    }
+
+    #[test]
+    fn temperature_scales_before_everything_else() {
+        let p = shape(&ladder(), &at(1.0));
+        assert!((p[0].1 - 0.4).abs() < 1e-6 && (p[3].1 - 0.1).abs() < 1e-6);
+        let half = shape(&ladder(), &at(0.5));
+        assert!((half[0].1 - 0.16 / 0.30).abs() < 1e-6);
+        // At temperature 0.5 the largest has 0.53 of the mass: top-p 0.5 keeps it alone.
+        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { top_p: 0.5, ..at(0.5) })), [0]);
+        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { top_p: 0.5, ..at(1.0) })), [0, 1]);
+    }
+
+    #[test]
+    fn top_p_keeps_the_smallest_set_that_reaches_the_mass() {
+        for (top_p, kept) in [(0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)] {
+            assert_eq!(shape(&ladder(), &SamplingParams { top_p, ..at(1.0) }).len(), kept, "{top_p}");
+        }
+        assert_eq!(tokens(&shape(&[0.0; 8], &SamplingParams { top_p: 0.5, ..at(1.0) })), [0, 1, 2, 3], "ties");
+    }
+
+    #[test]
+    fn top_k_min_p_and_their_order() {
+        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { top_k: 2, ..at(1.0) })), [0, 1]);
+        assert_eq!(tokens(&shape(&[1.0; 6], &SamplingParams { top_k: 2, ..at(1.0) })), [0, 1], "ties");
+        // 0.45 of 0.4 is 0.18: the token of 0.1 goes.
+        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { min_p: 0.45, ..at(1.0) })), [0, 1, 2]);
+        // Top-p counts the mass that top-k left: 0.4 of 0.7 exceeds 0.55.
+        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { top_k: 2, top_p: 0.55, ..at(1.0) })), [0]);
+    }
+
+    #[test]
+    fn a_nucleus_beyond_the_first_window_equals_a_full_sort() {
+        let logits: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 5000) as f32 / 2500.0).collect();
+        let params = SamplingParams { top_p: 0.9, ..at(1.0) };
+        let ours = shape(&logits, &params);
+        let mut order: Vec<u32> = (0..5000).collect();
+        order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]).then(a.cmp(&b)));
+        let weight = |t: u32| f64::from(logits[t as usize]).exp();
+        let total: f64 = order.iter().map(|&t| weight(t)).sum();
+        let (mut kept, mut mass) = (Vec::new(), 0.0);
+        for t in order {
+            kept.push(t);
+            mass += weight(t) / total;
+            if mass >= 0.9 {
+                break;
+            }
+        }
+        kept.sort_unstable();
+        assert!(kept.len() > 600);
+        assert_eq!(tokens(&ours), kept);
+    }
+
+    #[test]
+    fn bias_and_bans_come_first() {
+        let params = SamplingParams { logit_bias: vec![(3, 1000.0), (0, -5.0)], ..at(0.0) };
+        let mut logits = vec![4.0, 1.0, 0.0, -90.0];
+        let token = Sampler::default().next(&mut logits, &params, &History::default(), &[], 0).unwrap();
+        assert_eq!(token, 3, "a bias is clamped to 100, which lifts -90 to 10");
+        let mut logits = vec![4.0, 1.0, 0.0, -90.0];
+        let token = Sampler::default().next(&mut logits, &params, &History::default(), &[3], 0).unwrap();
+        assert_eq!(token, 1, "a ban wins over a bias");
+    }
+
+    #[test]
+    fn penalties_count_prompt_and_output_as_documented() {
+        let params = SamplingParams {
+            presence_penalty: 0.5,
+            frequency_penalty: 0.25,
+            repetition_penalty: 2.0,
+            ..SamplingParams::default()
+        };
+        let mut history = History::new(&params, &[0, 1]);
+        history.push(1);
+        history.push(1);
+        history.push(2);
+        let mut logits = vec![4.0, 4.0, -4.0, 4.0];
+        history.apply(&params, &mut logits);
+        // Token 1: 4 / 2 - 2 * 0.25 - 0.5; token 2: -4 * 2 - 0.25 - 0.5. All exact in binary.
+        let expected = [2.0f32, 1.0, -8.75, 4.0];
+        assert!(logits.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{logits:?}");
+        assert!(History::new(&SamplingParams::default(), &[1, 2]).counts.is_empty());
+    }
+
+    #[test]
+    fn padding_rows_are_never_drawn() {
+        let mut logits = ladder();
+        logits.push(f32::NEG_INFINITY);
+        assert_eq!(tokens(&shape(&logits, &at(2.0))), [0, 1, 2, 3]);
+    }
+
+    #[test]
+    fn impossible_logits_are_errors() {
+        for logits in [vec![f32::NEG_INFINITY; 3], vec![0.0, f32::NAN], vec![0.0, f32::INFINITY]] {
+            let mut logits = logits;
+            let error = Sampler::default().next(&mut logits, &at(1.0), &History::default(), &[], 17).unwrap_err();
+            assert!(matches!(error, EngineError::NoToken { position: 17, .. }), "{error}");
+        }
+    }
+
+    #[test]
+    fn ranges_are_checked_by_name() {
+        let bad = [
+            ("temperature", at(-0.1)),
+            ("temperature", at(f32::NAN)),
+            ("temperature", at(2.1)),
+            ("top_p", SamplingParams { top_p: 0.0, ..at(1.0) }),
+            ("min_p", SamplingParams { min_p: 1.5, ..at(1.0) }),
+            ("presence_penalty", SamplingParams { presence_penalty: 3.0, ..at(1.0) }),
+            ("frequency_penalty", SamplingParams { frequency_penalty: -3.0, ..at(1.0) }),
+            ("repetition_penalty", SamplingParams { repetition_penalty: 0.0, ..at(1.0) }),
+            ("logit_bias", SamplingParams { logit_bias: vec![(10, 1.0)], ..at(1.0) }),
+        ];
+        for (field, params) in bad {
+            let error = params.validate(10).unwrap_err().to_string();
+            assert!(error.contains(field), "{error}");
+        }
+        SamplingParams::default().validate(10).unwrap();
+    }
+
+    #[test]
+    fn draws_follow_the_weights() {
+        let p = Distribution::from_weights([(2, 1.0), (5, 3.0), (9, 0.0)]).unwrap();
+        assert_eq!((p.draw(0.0), p.draw(0.2499), p.draw(0.2501), p.draw(0.999_999_999)), (2, 2, 5, 5));
+        let q = Distribution::from_weights([(2, 1.0), (5, 1.0)]).unwrap();
+        assert_eq!((p.draw_residual(&q, 0.0), p.draw_residual(&q, 0.99)), (5, 5));
+        assert_eq!(p.draw_residual(&p, 0.1), 2, "no residual mass: draw from the target");
+        assert!(Distribution::from_weights([(1, 0.0)]).is_err());
+        assert!(Distribution::from_weights([(1, 1.0), (1, 1.0)]).is_err());
+    }
+}

@@ -1,0 +1,352 @@
+//! Generation on the micro model: goldens, speculation against plain decoding, batches against single runs, pools.
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use glimmer_checkpoint::Checkpoint;
+use glimmer_engine::{
+    DraftSampling, EngineError, Finish, Flow, Generator, IndexSharing, Output, Request, SamplingParams, SequenceId,
+    Settings, TokenEvent,
+};
+use glimmer_model::vision::{DecodeLimits, Processors, RgbImage};
+use glimmer_tensor::cpu::Cpu;
+use safetensors::SafeTensors;
+
+/// Ids of the micro model's tokenizer.
+const REAL_VOCAB: usize = 3235;
+
+fn repository(path: &str) -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join(path)
+}
+
+fn generator(settings: &Settings) -> Generator<Cpu> {
+    let checkpoint = Checkpoint::open(repository("models/micro-bf16")).unwrap();
+    Generator::load(Cpu::new(1), &checkpoint, settings).unwrap()
+}
+
+fn settings(sequences: usize, depth: usize) -> Settings {
+    Settings { sequences, depth, context: Some(2048), real_vocab: Some(REAL_VOCAB), rows: 96, ..Settings::default() }
+}
+
+/// Prompt and greedy continuation of a golden.
+fn golden(name: &str) -> (Vec<u32>, Vec<u32>) {
+    let bytes = std::fs::read(repository(&format!("data/goldens/micro/{name}.safetensors"))).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let read = |key: &str| -> Vec<u32> {
+        file.tensor(key).unwrap().data().as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect()
+    };
+    (read("input_ids"), read("decode.tokens"))
+}
+
+/// The first `take` tokens of some documents without pictures: prompts that end anywhere.
+fn prompts(count: usize) -> Vec<Vec<u32>> {
+    let text = std::fs::read_to_string(repository("data/eval/documents.jsonl")).unwrap();
+    text.lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap())
+        .filter(|v| v["images"].as_array().unwrap().is_empty())
+        .enumerate()
+        .map(|(i, v)| {
+            let ids: Vec<u32> = v["input_ids"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect();
+            let take = 3 + (i * 37) % ids.len().saturating_sub(3).max(1);
+            ids[..take.min(ids.len())].to_vec()
+        })
+        .take(count)
+        .collect()
+}
+
+fn ignoring_stops(prompt: Vec<u32>, max_tokens: usize) -> Request {
+    Request { ignore_eos: true, ..Request::new(prompt, max_tokens) }
+}
+
+/// Runs all requests, each submitted when so many steps have been made, and checks the order of events.
+fn run(generator: &mut Generator<Cpu>, mut requests: Vec<(usize, Request)>) -> Vec<Output> {
+    requests.reverse();
+    let mut order = Vec::new();
+    let mut streamed: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
+    let mut outputs: BTreeMap<SequenceId, Output> = BTreeMap::new();
+    for step in 0.. {
+        while requests.last().is_some_and(|(when, _)| *when <= step) {
+            order.push(generator.submit(requests.pop().unwrap().1).unwrap());
+        }
+        let busy = generator
+            .step(&mut |event| {
+                match event {
+                    TokenEvent::Token { sequence, token, index } => {
+                        assert!(!outputs.contains_key(sequence), "nothing follows the end");
+                        let tokens = streamed.entry(*sequence).or_default();
+                        assert_eq!(tokens.len(), *index);
+                        tokens.push(*token);
+                    }
+                    TokenEvent::Finished { sequence, output } => {
+                        assert!(outputs.insert(*sequence, output.clone()).is_none());
+                    }
+                }
+                Flow::Continue
+            })
+            .unwrap();
+        if !busy && requests.is_empty() {
+            break;
+        }
+    }
+    for (id, output) in &outputs {
+        assert_eq!(streamed.get(id).cloned().unwrap_or_default(), output.tokens, "events and result agree");
+    }
+    assert_eq!(generator.pools().free(), generator.pools().all(), "every slot and page is back");
+    order.iter().map(|id| outputs.remove(id).unwrap()).collect()
+}
+
+fn tokens(outputs: &[Output]) -> Vec<&[u32]> {
+    outputs.iter().map(|o| o.tokens.as_slice()).collect()
+}
+
+#[test]
+fn greedy_continuations_equal_the_goldens_at_every_depth() {
+    for depth in 0..=3 {
+        let mut generator = generator(&settings(2, depth));
+        for name in ["short_think", "short_direct", "tool_think", "recall_400", "recall_1000"] {
+            let (prompt, continuation) = golden(name);
+            let output = generator.generate(ignoring_stops(prompt.clone(), 64), &mut |_| Flow::Continue).unwrap();
+            assert_eq!(output.tokens, continuation, "{name} at depth {depth}");
+            assert_eq!(output.finish, Finish::Length);
+            // With stop tokens the same continuation ends at the first of them.
+            let stops = &generator.model().config().eos_token_ids;
+            let end = continuation.iter().position(|t| stops.contains(t)).unwrap();
+            let output = generator.generate(Request::new(prompt, 64), &mut |_| Flow::Continue).unwrap();
+            assert_eq!(output.tokens, continuation[..end], "{name} at depth {depth}");
+            assert_eq!(output.finish, Finish::StopToken(continuation[end]));
+        }
+        assert_eq!(generator.pools().free(), generator.pools().all());
+        assert_eq!(generator.stats().drafts.drafted.len(), depth);
+    }
+}
+
+#[test]
+fn an_image_prompt_equals_the_golden() {
+    let checkpoint = Checkpoint::open(repository("models/micro-bf16")).unwrap();
+    let vision = checkpoint.config().vision.clone().unwrap();
+    let flat = checkpoint.file("preprocessor_config.json").unwrap();
+    let processors = Processors::from_files(&vision, None, Some(flat.as_slice())).unwrap();
+    let png = std::fs::read(repository("data/goldens/micro/image_direct.png")).unwrap();
+    let patches = processors.image.image(&RgbImage::decode(&png, DecodeLimits::default()).unwrap());
+    let (prompt, continuation) = golden("image_direct");
+    for depth in [0, 2] {
+        // A step of 8 rows cuts the picture into several chunks.
+        let mut generator = generator(&Settings { rows: 8, ..settings(1, depth) });
+        let features = generator.features(&patches).unwrap();
+        let request = Request { features: features.clone(), ..ignoring_stops(prompt.clone(), 64) };
+        let output = generator.generate(request, &mut |_| Flow::Continue).unwrap();
+        assert_eq!(output.tokens, continuation, "depth {depth}");
+
+        let short = Request { features: features[..256].to_vec(), ..Request::new(prompt.clone(), 4) };
+        let error = generator.submit(short).unwrap_err();
+        assert!(matches!(error, EngineError::ImageTokens { placeholders: 24, features: 1 }), "{error}");
+        let none = generator.submit(Request::new(prompt.clone(), 4)).unwrap_err();
+        assert!(matches!(none, EngineError::ImageTokens { placeholders: 24, features: 0 }), "{none}");
+    }
+}
+
+#[test]
+fn speculation_and_batches_change_no_greedy_token() {
+    let prompts = prompts(24);
+    let lengths: Vec<usize> = (0..prompts.len()).map(|i| 6 + (i * 11) % 30).collect();
+    let request = |i: usize| ignoring_stops(prompts[i].clone(), lengths[i]);
+    let mut alone = generator(&settings(1, 0));
+    let plain: Vec<Output> =
+        (0..prompts.len()).map(|i| alone.generate(request(i), &mut |_| Flow::Continue).unwrap()).collect();
+    for depth in 0..=3 {
+        for sharing in [IndexSharing::Off, IndexSharing::On] {
+            let mut batch = generator(&Settings { index_sharing: sharing, ..settings(5, depth) });
+            // Ragged arrivals: sequences join while others are anywhere, and leave when they are done.
+            let arrivals = (0..prompts.len()).map(|i| (i * 3 / 2, request(i))).collect();
+            let outputs = run(&mut batch, arrivals);
+            assert_eq!(tokens(&outputs), tokens(&plain), "depth {depth}, sharing {sharing:?}");
+            if depth == 0 {
+                break;
+            }
+            let counts = &batch.stats().drafts;
+            assert_eq!(counts.drafted.len(), depth);
+            assert!(counts.rate(0).unwrap() > 0.3, "drafts mean something: {counts:?}");
+        }
+    }
+}
+
+#[test]
+fn a_seed_gives_the_same_tokens_in_any_batch_and_at_any_depth() {
+    let prompts = prompts(12);
+    let request = |i: usize| {
+        let sampling = SamplingParams {
+            temperature: 1.2,
+            top_p: 0.95,
+            top_k: 40,
+            repetition_penalty: 1.1,
+            presence_penalty: 0.2,
+            seed: 77 + i as u64,
+            ..SamplingParams::default()
+        };
+        Request { sampling, ..ignoring_stops(prompts[i].clone(), 20) }
+    };
+    let mut alone = generator(&settings(1, 0));
+    let plain: Vec<Output> =
+        (0..prompts.len()).map(|i| alone.generate(request(i), &mut |_| Flow::Continue).unwrap()).collect();
+    let greedy: Vec<Output> = prompts
+        .iter()
+        .map(|p| alone.generate(ignoring_stops(p.clone(), 20), &mut |_| Flow::Continue).unwrap())
+        .collect();
+    assert_ne!(tokens(&plain), tokens(&greedy), "a temperature is at work");
+    for depth in [0, 2] {
+        let mut batch = generator(&settings(4, depth));
+        let outputs = run(&mut batch, (0..prompts.len()).map(|i| (i, request(i))).collect());
+        assert_eq!(tokens(&outputs), tokens(&plain), "depth {depth}");
+    }
+    // Drawn drafts: other tokens, but the same ones in any batch.
+    let drawn = |sequences| Settings { draft_sampling: DraftSampling::Probabilistic, ..settings(sequences, 2) };
+    let mut single = generator(&drawn(1));
+    let one: Vec<Output> =
+        (0..prompts.len()).map(|i| single.generate(request(i), &mut |_| Flow::Continue).unwrap()).collect();
+    let many = run(&mut generator(&drawn(4)), (0..prompts.len()).map(|i| (i, request(i))).collect());
+    assert_eq!(tokens(&one), tokens(&many));
+    assert!(single.stats().drafts.steps() > 0);
+}
+
+#[test]
+fn stop_rules() {
+    let (prompt, continuation) = golden("short_think");
+    let mut generator = generator(&settings(1, 2));
+    let mut go = |request: Request| generator.generate(request, &mut |_| Flow::Continue).unwrap();
+    // A stop token of the request, inside what speculation accepts at once.
+    let stop = continuation[5];
+    let at = continuation.iter().position(|&t| t == stop).unwrap();
+    let output = go(Request { stop_tokens: vec![stop], ..ignoring_stops(prompt.clone(), 64) });
+    assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..at], Finish::StopToken(stop)));
+    // Fewer tokens than a step of drafts yields.
+    for max in 1..=4 {
+        let output = go(ignoring_stops(prompt.clone(), max));
+        assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..max], Finish::Length));
+    }
+    // min_tokens: no stop token before, at any row.
+    let (direct, answer) = golden("short_direct");
+    let output = go(Request { min_tokens: 20, ..Request::new(direct, 40) });
+    assert!(output.tokens.len() >= 20, "{}", output.tokens.len());
+    assert_eq!(output.tokens[..7], answer[..7]);
+    // The consumer ends the sequence at the third token.
+    let mut seen = 0;
+    let output = generator
+        .generate(ignoring_stops(prompt, 64), &mut |_| {
+            seen += 1;
+            if seen == 3 { Flow::Stop } else { Flow::Continue }
+        })
+        .unwrap();
+    assert_eq!((output.tokens.as_slice(), output.finish, seen), (&continuation[..3], Finish::Consumer, 3));
+    assert_eq!(generator.pools().free(), generator.pools().all());
+}
+
+#[test]
+fn the_context_ends_a_sequence() {
+    let (prompt, continuation) = golden("short_think");
+    for depth in [0, 3] {
+        let mut generator = generator(&Settings { context: Some(32), pages: None, ..settings(1, depth) });
+        let output = generator.generate(ignoring_stops(prompt.clone(), 500), &mut |_| Flow::Continue).unwrap();
+        assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..12], Finish::Length));
+    }
+}
+
+#[test]
+fn bad_requests_are_refused_with_the_reason() {
+    let mut generator = generator(&Settings { context: Some(64), ..settings(1, 1) });
+    let fails = |generator: &mut Generator<Cpu>, request: Request| generator.submit(request).unwrap_err().to_string();
+    for (request, part) in [
+        (Request::new(Vec::new(), 4), "at least one token"),
+        (Request::new(vec![5; 64], 4), "64 tokens, but the context holds 64"),
+        (Request::new(vec![1, REAL_VOCAB as u32], 4), "token 1 is 3235, but ids end at 3234"),
+        (Request::new(vec![1], 0), "max_tokens"),
+        (Request { min_tokens: 5, ..Request::new(vec![1], 4) }, "min_tokens"),
+        (Request { depth: Some(2), ..Request::new(vec![1], 4) }, "depth"),
+        (
+            Request {
+                sampling: SamplingParams { top_p: 2.0, ..SamplingParams::default() },
+                ..Request::new(vec![1], 4)
+            },
+            "top_p",
+        ),
+    ] {
+        let error = fails(&mut generator, request);
+        assert!(error.contains(part), "{error}");
+    }
+    assert_eq!(generator.unfinished(), (0, 0));
+}
+
+#[test]
+fn settings_that_cannot_work_are_refused() {
+    let checkpoint = Checkpoint::open(repository("models/micro-bf16")).unwrap();
+    let good = settings(2, 1);
+    for (bad, name) in [
+        (Settings { sequences: 0, ..good.clone() }, "sequences"),
+        (Settings { rows: 3, ..good.clone() }, "rows"),
+        (Settings { context: Some(1 << 20), ..good.clone() }, "context"),
+        (Settings { pages: Some(1), ..good.clone() }, "pages"),
+        (Settings { real_vocab: Some(1 << 20), ..good }, "real_vocab"),
+    ] {
+        let error = Generator::load(Cpu::new(1), &checkpoint, &bad).unwrap_err().to_string();
+        assert!(error.contains(name), "{error}");
+    }
+}
+
+#[test]
+fn waiting_sequences_start_when_pages_come_back_and_aborts_free_them() {
+    // Pages for one full context only, although there are three slots.
+    let mut generator = generator(&Settings { context: Some(128), pages: Some(2), ..settings(3, 1) });
+    let (prompt, continuation) = golden("short_think");
+    let long = ignoring_stops(prompt.clone(), 100);
+    let first = generator.submit(long.clone()).unwrap();
+    let second = generator.submit(long).unwrap();
+    let third = generator.submit(ignoring_stops(prompt, 8)).unwrap();
+    generator.step(&mut |_| Flow::Continue).unwrap();
+    assert_eq!(generator.unfinished(), (2, 1), "one runs, two wait");
+    assert_eq!(generator.abort(first).unwrap().finish, Finish::Aborted);
+    assert_eq!(generator.abort(second).unwrap().tokens, Vec::<u32>::new());
+    assert!(generator.abort(second).is_none());
+    assert_eq!(generator.pools().free(), generator.pools().all());
+    let mut result = None;
+    generator
+        .run(&mut |event| {
+            if let TokenEvent::Finished { sequence, output } = event {
+                result = Some((*sequence, output.tokens.clone()));
+            }
+            Flow::Continue
+        })
+        .unwrap();
+    assert_eq!(result, Some((third, continuation[..8].to_vec())));
+    assert_eq!(generator.pools().free(), generator.pools().all());
+}
+
+#[test]
+fn scores_are_log_probabilities_and_do_not_depend_on_chunks() {
+    let (mut tokens, continuation) = golden("short_think");
+    let prompt = tokens.len();
+    tokens.extend(&continuation);
+    let mut reference: Vec<Vec<f32>> = Vec::new();
+    for rows in [96, 7, 1] {
+        let mut generator = generator(&Settings { rows, ..settings(1, 0) });
+        let mut at = 0;
+        generator
+            .score(&tokens, &[], &mut |row| {
+                assert_eq!((row.position, row.log_probabilities.len()), (at, REAL_VOCAB));
+                let sum: f64 = row.log_probabilities.iter().map(|&l| f64::from(l).exp()).sum();
+                assert!((sum - 1.0).abs() < 1e-5, "{sum}");
+                // Greedy continuations are the most probable tokens.
+                if row.position + 1 >= prompt && row.position + 1 < tokens.len() {
+                    assert_eq!(row.top, tokens[row.position + 1]);
+                }
+                if rows == 96 {
+                    reference.push(row.log_probabilities.to_vec());
+                } else {
+                    assert!(reference[at].iter().zip(row.log_probabilities).all(|(a, b)| a.to_bits() == b.to_bits()));
+                }
+                at += 1;
+            })
+            .unwrap();
+        assert_eq!(at, tokens.len());
+        assert_eq!(generator.pools().free(), generator.pools().all());
+        assert!(matches!(generator.score(&[], &[], &mut |_| {}), Err(EngineError::EmptyPrompt)));
+    }
+}
