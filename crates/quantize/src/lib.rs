@@ -1,15 +1,42 @@
 //! Calibration, Hessians, GPTQ, the streaming pipeline and the gates.
 //!
-//! The solver works on plain slices: [`hessian`] gathers the second moments of a matrix's inputs, [`scales`] chooses the
-//! 4-bit grid, [`gptq`] rounds a matrix against both (over [`cholesky`]), [`rtn`] rounds without calibration.
+//! | module | what |
+//! |---|---|
+//! | [`pipeline`] | a checkpoint in, an artifact out, one layer in memory at a time |
+//! | [`recipe`] | everything that the artifact's bytes depend on besides source and calibration |
+//! | [`calibration`] | token sequences with image features |
+//! | [`report`] | what was done, matrix by matrix |
+//! | [`config_text`] | config.json of the artifact |
+//! | [`hessian`], [`cholesky`], [`gptq`], [`scales`], [`rtn`], [`real`] | the solver, on plain slices |
+//! | [`bench`] | the solver's speed |
 
 #![forbid(unsafe_code)]
 
 pub mod bench;
+pub mod calibration;
 pub mod cholesky;
+pub mod config_text;
+pub mod error;
+mod experts;
 pub mod gates;
 pub mod gptq;
 pub mod hessian;
+mod matrix;
+mod overlay;
+pub mod pipeline;
+mod plan;
+pub mod progress;
 pub mod real;
+pub mod recipe;
+pub mod report;
+mod rows;
 pub mod rtn;
 pub mod scales;
+mod state;
+mod workers;
+
+pub use calibration::{CalibrationSample, ImageFeatures};
+pub use error::{Error, Result};
+pub use pipeline::{Finished, Options, SaveStreams, quantize};
+pub use progress::Progress;
+pub use recipe::{CalibratedExperts, DownInputs, IgnoreStyle, Method, Recipe};

@@ -1,0 +1,316 @@
+//! The routed experts of one layer: statistics from the stored inputs, then codes, written as they come.
+//!
+//! ```text
+//! pool   = second moments of all tokens of the layer
+//! expert = second moments of its tokens, shrunk towards the pool -> one factor -> gate and up
+//! act    = activation of the expert on its tokens                -> shrunk towards the mean over experts -> down
+//! ```
+//! Experts are independent, so a few of them are solved at a time, as many as threads and budget allow; which ones does not
+//! matter to the result. Rows are gathered in pieces of fixed size, so that sums have one order.
+
+use glimmer_checkpoint::writer::ShardWriter;
+use glimmer_checkpoint::{Checkpoint, ExpertMatrix, Projection, TextConfig};
+use glimmer_model::streaming::{Routes, Runner};
+use glimmer_model::weights::{Loader, layer_prefix};
+use glimmer_tensor::{Backend, Swiglu};
+
+use crate::error::{Error, Result};
+use crate::gptq::Factor;
+use crate::hessian::{Hessian, Shrunk};
+use crate::matrix::{Quantized, Statistics, quantize};
+use crate::overlay::Overlay;
+use crate::progress::Progress;
+use crate::recipe::{CalibratedExperts, DownInputs, Method, Recipe};
+use crate::report::LayerReport;
+use crate::rows::RowStore;
+use crate::workers;
+
+/// Rows gathered at a time.
+const PIECE: usize = 2048;
+
+/// Inputs of a layer's experts over all calibration tokens.
+pub(crate) struct LayerInputs<'a> {
+    /// `[tokens, hidden]`.
+    pub(crate) x: &'a RowStore,
+    /// Tokens.
+    pub(crate) tokens: usize,
+    /// Chosen experts of every token.
+    pub(crate) routes: &'a Routes,
+}
+
+/// What the work on a layer needs.
+pub(crate) struct LayerWork<'a> {
+    pub(crate) source: &'a Checkpoint,
+    pub(crate) recipe: &'a Recipe,
+    pub(crate) layer: usize,
+    pub(crate) threads: usize,
+    pub(crate) budget_bytes: usize,
+}
+
+impl LayerWork<'_> {
+    fn text(&self) -> &TextConfig {
+        &self.source.config().text
+    }
+
+    fn matrices(&self, projection: Projection) -> Vec<ExpertMatrix> {
+        self.text().expert_matrices(self.layer).filter(|m| m.projection == projection).collect()
+    }
+
+    /// All matrices in the order in which they are written.
+    pub(crate) fn matrices_in_order(&self) -> Vec<ExpertMatrix> {
+        let all = || self.text().expert_matrices(self.layer);
+        let is_down = |m: &ExpertMatrix| m.projection == Projection::Down;
+        all().filter(|m| !is_down(m)).chain(all().filter(is_down)).collect()
+    }
+
+    /// Rounds to nearest without calibration.
+    ///
+    /// # Errors
+    /// As the solver's; [`Error::Interrupted`].
+    pub(crate) fn round(&self, writer: &mut ShardWriter, progress: &mut dyn Progress) -> Result<LayerReport> {
+        let matrices = self.matrices_in_order();
+        let mut reports = Vec::with_capacity(matrices.len());
+        for group in matrices.chunks(self.threads.max(1)) {
+            check(progress)?;
+            let done =
+                workers::run(group.len(), self.threads, |i| quantize(self.source, &group[i], self.recipe, None, 1))?;
+            self.write(writer, done, &mut reports, progress)?;
+        }
+        Ok(LayerReport { layer: self.layer, matrices: reports })
+    }
+
+    /// Quantizes all experts over calibration inputs.
+    ///
+    /// # Errors
+    /// As the solver's and the runner's; [`Error::NonFinite`]; [`Error::Interrupted`].
+    pub(crate) fn solve<B: Backend>(
+        &self,
+        runner: &mut Runner<B>,
+        inputs: &LayerInputs<'_>,
+        writer: &mut ShardWriter,
+        progress: &mut dyn Progress,
+    ) -> Result<LayerReport> {
+        let rows = self.rows_by_expert(inputs);
+        let mut reports = Vec::new();
+        let quantized = self.solve_gate_up(inputs, &rows, writer, &mut reports, progress)?;
+        self.solve_down(runner, inputs, &rows, &quantized, writer, &mut reports, progress)?;
+        Ok(LayerReport { layer: self.layer, matrices: reports })
+    }
+
+    /// Gate and up of every expert; returns them when the down projections want them.
+    fn solve_gate_up(
+        &self,
+        inputs: &LayerInputs<'_>,
+        rows: &[Vec<u32>],
+        writer: &mut ShardWriter,
+        reports: &mut Vec<crate::report::MatrixReport>,
+        progress: &mut dyn Progress,
+    ) -> Result<Vec<Quantized>> {
+        let (gates, ups) = (self.matrices(Projection::Gate), self.matrices(Projection::Up));
+        let hidden = self.text().hidden_size;
+        let k = self.recipe.shrink_for(hidden);
+        let shared = self.recipe.experts == CalibratedExperts::All;
+        let pool = if shared || k > 0.0 {
+            let all: Vec<u32> = (0..inputs.tokens as u32).collect();
+            Some(self.input_moments(inputs, &all, self.threads)?)
+        } else {
+            None
+        };
+        let common = match &pool {
+            Some(pool) if shared => Some(Factor::new(&Shrunk::own(pool), &self.recipe.settings(), self.threads)),
+            _ => None,
+        };
+        let group = self.experts_at_once(hidden, self.text().moe.intermediate_size);
+        let inner = (self.threads / group).max(1);
+        let mut kept = Vec::new();
+        for first in (0..gates.len()).step_by(group) {
+            check(progress)?;
+            let count = group.min(gates.len() - first);
+            let done = workers::run(count, self.threads, |i| {
+                let e = first + i;
+                let (own, factor);
+                let statistics = match (&common, &pool) {
+                    (Some(factor), Some(pool)) => Statistics { factor, own: pool, pool: None },
+                    _ => {
+                        own = self.input_moments(inputs, &rows[e], inner)?;
+                        factor = self.factor(&own, pool.as_ref(), k, inner);
+                        Statistics { factor: &factor, own: &own, pool: pool.as_ref() }
+                    }
+                };
+                [&gates[e], &ups[e]]
+                    .into_iter()
+                    .map(|m| quantize(self.source, m, self.recipe, Some(statistics), inner))
+                    .collect::<Result<Vec<_>>>()
+            })?;
+            let done: Vec<Quantized> = done.into_iter().flatten().collect();
+            let done = self.write(writer, done, reports, progress)?;
+            if self.recipe.down_inputs == DownInputs::Quantized {
+                kept.extend(done);
+            }
+        }
+        Ok(kept)
+    }
+
+    /// Down of every expert.
+    fn solve_down<B: Backend>(
+        &self,
+        runner: &mut Runner<B>,
+        inputs: &LayerInputs<'_>,
+        rows: &[Vec<u32>],
+        quantized: &[Quantized],
+        writer: &mut ShardWriter,
+        reports: &mut Vec<crate::report::MatrixReport>,
+        progress: &mut dyn Progress,
+    ) -> Result<()> {
+        let downs = self.matrices(Projection::Down);
+        let width = self.text().moe.intermediate_size;
+        let k = self.recipe.shrink_for(width);
+        // Either every expert's moments are kept between making the pool and solving, or they are made twice.
+        let keep = Hessian::bytes(width).saturating_mul(downs.len()) <= self.budget_bytes / 3;
+        let mut kept: Vec<Option<Hessian>> = downs.iter().map(|_| None).collect();
+        let mut pool = None;
+        if k > 0.0 {
+            let mut sum = Hessian::new(width);
+            for (e, slot) in kept.iter_mut().enumerate() {
+                check(progress)?;
+                let moments = self.activation_moments(runner, inputs, e, &rows[e], quantized)?;
+                sum.merge(&moments);
+                *slot = keep.then_some(moments);
+            }
+            pool = Some(sum);
+        }
+        let group = self.experts_at_once(width, self.text().hidden_size);
+        let inner = (self.threads / group).max(1);
+        for first in (0..downs.len()).step_by(group) {
+            check(progress)?;
+            let count = group.min(downs.len() - first);
+            let own = (first..first + count)
+                .map(|e| match kept[e].take() {
+                    Some(moments) => Ok(moments),
+                    None => self.activation_moments(runner, inputs, e, &rows[e], quantized),
+                })
+                .collect::<Result<Vec<_>>>()?;
+            let done = workers::run(count, self.threads, |i| {
+                let factor = self.factor(&own[i], pool.as_ref(), k, inner);
+                let statistics = Statistics { factor: &factor, own: &own[i], pool: pool.as_ref() };
+                quantize(self.source, &downs[first + i], self.recipe, Some(statistics), inner)
+            })?;
+            self.write(writer, done, reports, progress)?;
+        }
+        Ok(())
+    }
+
+    fn factor(&self, own: &Hessian, pool: Option<&Hessian>, k: f64, threads: usize) -> Factor {
+        let shrunk = match pool {
+            Some(pool) => Shrunk::towards(own, pool, k),
+            None => Shrunk::own(own),
+        };
+        Factor::new(&shrunk, &self.recipe.settings(), threads)
+    }
+
+    /// Calibration rows of every expert, ascending.
+    fn rows_by_expert(&self, inputs: &LayerInputs<'_>) -> Vec<Vec<u32>> {
+        let experts = self.text().moe.num_experts;
+        if self.recipe.experts == CalibratedExperts::All {
+            return vec![(0..inputs.tokens as u32).collect(); experts];
+        }
+        let mut rows = vec![Vec::new(); experts];
+        for (i, &expert) in inputs.routes.experts.iter().enumerate() {
+            rows[expert as usize].push((i / inputs.routes.top) as u32);
+        }
+        rows
+    }
+
+    /// Second moments of the layer's inputs over some rows.
+    fn input_moments(&self, inputs: &LayerInputs<'_>, rows: &[u32], threads: usize) -> Result<Hessian> {
+        let hidden = self.text().hidden_size;
+        let mut moments = Hessian::new(hidden);
+        let mut x = vec![0.0; PIECE.min(rows.len()) * hidden];
+        for piece in rows.chunks(PIECE) {
+            let x = &mut x[..piece.len() * hidden];
+            inputs.x.gather(piece, x)?;
+            moments.add(x, threads).map_err(|place| {
+                let row = piece[place.row] as usize;
+                Error::NonFinite { what: format!("layer {}: inputs of the experts", self.layer), row, col: place.col }
+            })?;
+        }
+        Ok(moments)
+    }
+
+    /// Second moments of an expert's activations over some rows.
+    fn activation_moments<B: Backend>(
+        &self,
+        runner: &mut Runner<B>,
+        inputs: &LayerInputs<'_>,
+        expert: usize,
+        rows: &[u32],
+        quantized: &[Quantized],
+    ) -> Result<Hessian> {
+        let (hidden, width) = (self.text().hidden_size, self.text().moe.intermediate_size);
+        let mut moments = Hessian::new(width);
+        if rows.is_empty() {
+            return Ok(moments);
+        }
+        let weights: Swiglu<B> = {
+            let mine = quantized.iter().filter(|q| q.matrix.expert == expert);
+            let overlay = Overlay::new(self.source, mine.flat_map(Quantized::tensors));
+            let prefix = format!("{}mlp.experts.{expert}.", layer_prefix(self.source, self.layer));
+            Loader::new(runner.backend(), &overlay, prefix).swiglu(hidden, width, hidden)?
+        };
+        let mut x = vec![0.0; PIECE.min(rows.len()) * hidden];
+        let mut act = vec![0.0; PIECE.min(rows.len()) * width];
+        for piece in rows.chunks(PIECE) {
+            let (x, act) = (&mut x[..piece.len() * hidden], &mut act[..piece.len() * width]);
+            inputs.x.gather(piece, x)?;
+            runner.expert_activation(&weights, x, act)?;
+            moments.add(act, self.threads).map_err(|place| Error::NonFinite {
+                what: format!("layer {}: activations of expert {expert}", self.layer),
+                row: piece[place.row] as usize,
+                col: place.col,
+            })?;
+        }
+        for m in self.text().expert_matrices(self.layer).filter(|m| m.expert == expert) {
+            self.source.tensor(&m.weight())?.bytes.release();
+        }
+        Ok(moments)
+    }
+
+    /// How many experts are solved at a time.
+    fn experts_at_once(&self, cols: usize, rows: usize) -> usize {
+        // Own moments, symmetric copy, factor (and the half that the error measure makes); weights, targets, errors.
+        let one = 4 * Hessian::bytes(cols) + 6 * rows * cols * size_of::<f64>();
+        (self.budget_bytes / 2 / one.max(1)).clamp(1, self.threads.max(1))
+    }
+
+    /// Writes matrices in their order and files their reports.
+    fn write(
+        &self,
+        writer: &mut ShardWriter,
+        done: Vec<Quantized>,
+        reports: &mut Vec<crate::report::MatrixReport>,
+        progress: &mut dyn Progress,
+    ) -> Result<Vec<Quantized>> {
+        for q in &done {
+            writer.write_named(&q.matrix.packed(), &q.packed.packed)?;
+            writer.write_named(&q.matrix.scale(), &q.packed.scale)?;
+            writer.write_named(&q.matrix.shape(), &q.packed.shape())?;
+            reports.push(q.report.clone());
+            progress.advance(matrix_units(self.recipe.method, &q.matrix));
+        }
+        Ok(done)
+    }
+}
+
+/// Work of a matrix in units of progress.
+pub(crate) fn matrix_units(method: Method, matrix: &ExpertMatrix) -> u64 {
+    let (rows, cols) = (matrix.rows as u64, matrix.cols as u64);
+    match method {
+        Method::Gptq => rows * cols * cols + cols * cols * cols / 3,
+        Method::Rtn => rows * cols,
+    }
+}
+
+/// Stops when the caller says so.
+pub(crate) fn check(progress: &mut dyn Progress) -> Result<()> {
+    if progress.proceed() { Ok(()) } else { Err(Error::Interrupted) }
+}

@@ -1,0 +1,290 @@
+//! The state of an unfinished run: what is durable, and which inputs it was made from.
+//!
+//! A run works in a hidden folder of the artifact's directory. `state.json` there is replaced after every finished shard,
+//! never changed in place, so at any moment it describes shards that are complete. Residual streams are saved from time to
+//! time; from the last saved ones the finished layers are run again (with their quantized experts, which gives the same
+//! bits), so a resumed run continues exactly where an undisturbed one would be. The folder disappears with the last file.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{Read as _, Write as _};
+use std::path::{Path, PathBuf};
+
+use glimmer_checkpoint::digest::Digest;
+use glimmer_checkpoint::manifest::{MANIFEST_FILE, Manifest, SourceIdentity};
+use glimmer_checkpoint::writer::{ShardReceipt, write_file};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::error::{Error, Result};
+use crate::report::LayerReport;
+use crate::rows::RowStore;
+
+/// The hidden folder.
+pub(crate) const FOLDER: &str = ".quantize";
+const STATE_FILE: &str = "state.json";
+
+/// What the artifact depends on.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct Inputs {
+    /// The source.
+    pub(crate) source: SourceIdentity,
+    /// The calibration data.
+    pub(crate) calibration: String,
+    /// The recipe, with everything else that changes bytes.
+    pub(crate) recipe: Value,
+}
+
+/// A finished shard.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct FinishedShard {
+    /// What was written.
+    pub(crate) receipt: ShardReceipt,
+    /// What was done, for a layer.
+    pub(crate) layer: Option<LayerReport>,
+}
+
+/// Contents of `state.json`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub(crate) struct State {
+    inputs: Inputs,
+    /// By file name.
+    shards: BTreeMap<String, FinishedShard>,
+    /// The layer that the saved streams enter.
+    streams_at: Option<usize>,
+}
+
+/// How a run begins.
+#[derive(Debug)]
+pub(crate) enum Start {
+    /// There is work to do.
+    Work(Run),
+    /// The directory holds the finished artifact of exactly this run.
+    Finished(Box<Manifest>),
+}
+
+/// An unfinished run in its directory.
+#[derive(Debug)]
+pub(crate) struct Run {
+    directory: PathBuf,
+    state: State,
+}
+
+impl Run {
+    /// Takes possession of `directory`, or goes on with what is there if `resume` allows it.
+    ///
+    /// # Errors
+    /// [`Error::NotEmpty`], [`Error::OtherRun`], or what the file system says.
+    pub(crate) fn open(directory: &Path, inputs: Inputs, resume: bool) -> Result<Start> {
+        let folder = directory.join(FOLDER);
+        let fresh = State { inputs, shards: BTreeMap::new(), streams_at: None };
+        let mut found = list(directory)?;
+        if found.iter().all(|name| name == FOLDER) && (found.is_empty() || list(&folder)?.is_empty()) {
+            found.clear();
+        }
+        if found.is_empty() {
+            fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
+            let run = Self { directory: directory.to_owned(), state: fresh };
+            run.save()?;
+            return Ok(Start::Work(run));
+        }
+        if !resume {
+            return Err(Error::NotEmpty { path: directory.to_owned(), found: found[0].clone() });
+        }
+        let path = folder.join(STATE_FILE);
+        if path.exists() {
+            let text = fs::read(&path).map_err(|e| Error::io(&path, "read", e))?;
+            let state: State =
+                serde_json::from_slice(&text).map_err(|e| Error::io(&path, "understand", std::io::Error::other(e)))?;
+            compare(directory, &fresh.inputs, &state.inputs)?;
+            let mut run = Self { directory: directory.to_owned(), state };
+            run.drop_damaged()?;
+            return Ok(Start::Work(run));
+        }
+        if directory.join("config.json").exists() && directory.join(MANIFEST_FILE).exists() {
+            let manifest = Manifest::read(directory)?;
+            let made_from = Inputs {
+                source: manifest.source.clone(),
+                calibration: manifest.recipe["calibration_sha256"].as_str().unwrap_or("none").to_owned(),
+                recipe: manifest.recipe["recipe"].clone(),
+            };
+            compare(directory, &fresh.inputs, &made_from)?;
+            remove_folder(&folder)?;
+            return Ok(Start::Finished(Box::new(manifest)));
+        }
+        // Only the beginnings of a first state file.
+        if found.iter().all(|name| name == FOLDER) {
+            let run = Self { directory: directory.to_owned(), state: fresh };
+            run.save()?;
+            return Ok(Start::Work(run));
+        }
+        Err(Error::NotEmpty { path: directory.to_owned(), found: found[0].clone() })
+    }
+
+    /// The artifact's directory.
+    pub(crate) fn directory(&self) -> &Path {
+        &self.directory
+    }
+
+    /// A path for a working file.
+    pub(crate) fn working_file(&self, name: &str) -> PathBuf {
+        self.directory.join(FOLDER).join(name)
+    }
+
+    /// What was made from what.
+    pub(crate) fn inputs(&self) -> &Inputs {
+        &self.state.inputs
+    }
+
+    /// A finished shard.
+    pub(crate) fn finished(&self, file: &str) -> Option<&FinishedShard> {
+        self.state.shards.get(file)
+    }
+
+    /// Records a durable shard.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub(crate) fn record(&mut self, shard: FinishedShard) -> Result<()> {
+        self.state.shards.insert(shard.receipt.file.clone(), shard);
+        self.save()
+    }
+
+    /// The layer that the saved streams enter.
+    pub(crate) fn streams_at(&self) -> Option<usize> {
+        self.state.streams_at
+    }
+
+    /// Saves the streams that enter `layer`.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub(crate) fn save_streams(&mut self, layer: usize, streams: &RowStore) -> Result<()> {
+        let old = self.state.streams_at.map(|l| self.streams_file(l));
+        let path = self.streams_file(layer);
+        let temporary = path.with_extension("tmp");
+        let file = fs::File::create(&temporary).map_err(|e| Error::io(&temporary, "create", e))?;
+        let mut out = std::io::BufWriter::new(file);
+        streams.for_each_piece(|piece| {
+            out.write_all(bytemuck::cast_slice(piece)).map_err(|e| Error::io(&temporary, "write", e))
+        })?;
+        let file = out.into_inner().map_err(|e| Error::io(&temporary, "write", e.into_error()))?;
+        file.sync_all().map_err(|e| Error::io(&temporary, "sync", e))?;
+        fs::rename(&temporary, &path).map_err(|e| Error::io(&path, "rename", e))?;
+        self.state.streams_at = Some(layer);
+        self.save()?;
+        if let Some(old) = old.filter(|old| *old != path) {
+            fs::remove_file(&old).map_err(|e| Error::io(&old, "remove", e))?;
+        }
+        Ok(())
+    }
+
+    /// Reads the saved streams back.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub(crate) fn load_streams(&self, layer: usize, streams: &mut RowStore) -> Result<()> {
+        let path = self.streams_file(layer);
+        let mut file = fs::File::open(&path).map_err(|e| Error::io(&path, "open", e))?;
+        let bytes = file.metadata().map_err(|e| Error::io(&path, "read the size of", e))?.len() as usize;
+        let width = streams.width();
+        let rows = ((1 << 20) / width).max(1);
+        let mut part = vec![0.0f32; rows * width];
+        let total = bytes / (width * size_of::<f32>());
+        for first in (0..total).step_by(rows) {
+            let part = &mut part[..rows.min(total - first) * width];
+            file.read_exact(bytemuck::cast_slice_mut(part)).map_err(|e| Error::io(&path, "read", e))?;
+            streams.write(first, part)?;
+        }
+        Ok(())
+    }
+
+    /// The artifact is complete: nothing is left to resume.
+    ///
+    /// # Errors
+    /// What the file system says.
+    pub(crate) fn close(self) -> Result<()> {
+        remove_folder(&self.directory.join(FOLDER))
+    }
+
+    fn streams_file(&self, layer: usize) -> PathBuf {
+        self.working_file(&format!("streams-{layer:05}.f32"))
+    }
+
+    fn save(&self) -> Result<()> {
+        let text = serde_json::to_vec(&self.state)
+            .map_err(|e| Error::io(self.working_file(STATE_FILE), "write", std::io::Error::other(e)))?;
+        write_file(&self.directory.join(FOLDER), STATE_FILE, &text)?;
+        Ok(())
+    }
+
+    /// Forgets shards whose files are not what was recorded, and removes unfinished files.
+    fn drop_damaged(&mut self) -> Result<()> {
+        for name in list(&self.directory)? {
+            if name.ends_with(".tmp") {
+                let path = self.directory.join(name);
+                fs::remove_file(&path).map_err(|e| Error::io(&path, "remove", e))?;
+            }
+        }
+        let mut damaged = Vec::new();
+        for (file, shard) in &self.state.shards {
+            let path = self.directory.join(file);
+            if !path.exists() || Digest::of_file(&path)? != shard.receipt.sha256 {
+                damaged.push(file.clone());
+            }
+        }
+        for file in damaged {
+            self.state.shards.remove(&file);
+        }
+        if let Some(layer) = self.state.streams_at
+            && !self.streams_file(layer).exists()
+        {
+            self.state.streams_at = None;
+        }
+        Ok(())
+    }
+}
+
+/// Refuses to go on with other inputs.
+fn compare(directory: &Path, expected: &Inputs, found: &Inputs) -> Result<()> {
+    let differ = |field, expected: String, found: String| {
+        Err(Error::OtherRun { path: directory.to_owned(), field, expected, found })
+    };
+    if expected.source != found.source {
+        return differ("source", format!("{:?}", expected.source), format!("{:?}", found.source));
+    }
+    if expected.recipe != found.recipe {
+        return differ("recipe", expected.recipe.to_string(), found.recipe.to_string());
+    }
+    if expected.calibration != found.calibration {
+        return differ("calibration", expected.calibration.clone(), found.calibration.clone());
+    }
+    Ok(())
+}
+
+/// Names in a directory, sorted; none if it does not exist.
+fn list(directory: &Path) -> Result<Vec<String>> {
+    let entries = match fs::read_dir(directory) {
+        Ok(entries) => entries,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) => return Err(Error::io(directory, "list", e)),
+    };
+    let mut names = entries
+        .map(|entry| entry.map(|e| e.file_name().to_string_lossy().into_owned()))
+        .collect::<std::io::Result<Vec<_>>>()
+        .map_err(|e| Error::io(directory, "list", e))?;
+    names.sort();
+    Ok(names)
+}
+
+/// Removes the folder, the state file first: without it the rest is only left-overs.
+fn remove_folder(folder: &Path) -> Result<()> {
+    if !folder.exists() {
+        return Ok(());
+    }
+    let state = folder.join(STATE_FILE);
+    if state.exists() {
+        fs::remove_file(&state).map_err(|e| Error::io(&state, "remove", e))?;
+    }
+    fs::remove_dir_all(folder).map_err(|e| Error::io(folder, "remove", e))
+}
