@@ -6,7 +6,6 @@
 //! | [`recipe`] | everything that the artifact's bytes depend on besides source and calibration |
 //! | [`calibration`] | token sequences with image features |
 //! | [`report`] | what was done, matrix by matrix |
-//! | [`config_text`] | config.json of the artifact |
 //! | [`hessian`], [`cholesky`], [`gptq`], [`scales`], [`rtn`], [`real`] | the solver, on plain slices |
 //! | [`bench`] | the solver's speed |
 
@@ -15,7 +14,6 @@
 pub mod bench;
 pub mod calibration;
 pub mod cholesky;
-pub mod config_text;
 pub mod error;
 mod experts;
 pub mod gates;

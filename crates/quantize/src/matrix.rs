@@ -82,22 +82,27 @@ pub(crate) fn quantize(
         let step = matrix.rows.div_ceil(SAMPLED_ROWS);
         let sample = |m: &[f32]| -> Vec<f32> { m.chunks_exact(cols).step_by(step).flatten().copied().collect() };
         let total = h.energy(&sample(&w));
-        (h.tokens() > 0 && total > 0.0).then(|| h.energy(&sample(&error)) / total)
+        (h.tokens() > 0 && total > 0.0).then(|| significant(h.energy(&sample(&error)) / total))
     };
     let rails = codes.iter().filter(|&&q| q == MIN_CODE || q == MAX_CODE).count();
     let report = MatrixReport {
         name: matrix.base(),
         tokens: statistics.map_or(0, |s| s.own.tokens()),
         outcome,
-        relative_error: if energy > 0.0 { (squares(&error) / energy).sqrt() } else { 0.0 },
+        relative_error: if energy > 0.0 { significant((squares(&error) / energy).sqrt()) } else { 0.0 },
         output_error_own: statistics.and_then(|s| output_error(s.own)),
         output_error_pooled: statistics.and_then(|s| s.pool).and_then(output_error),
         damp: solvable.and_then(|s| s.factor.damp()),
         failed_factors: statistics.map_or(0, |s| s.factor.failed()),
         dead_columns: statistics.map_or(0, |s| s.factor.dead()),
-        at_rails: rails as f64 / codes.len().max(1) as f64,
+        at_rails: significant(rails as f64 / codes.len().max(1) as f64),
     };
     Ok(Quantized { matrix: matrix.clone(), packed: PackedMatrix::from_codes(&codes, &scales, cols)?, report })
+}
+
+/// Six significant decimal digits: enough for a report, and few enough that every JSON reader gives the same number back.
+fn significant(x: f64) -> f64 {
+    format!("{x:.5e}").parse().unwrap_or(x)
 }
 
 /// A BF16 (or F32) tensor as f32; its pages are given back.

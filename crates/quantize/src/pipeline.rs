@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use glimmer_checkpoint::manifest::{Manifest, SourceIdentity};
+use glimmer_checkpoint::scheme::{quantization_config, with_quantization_config};
 use glimmer_checkpoint::shards::INDEX_FILE;
 use glimmer_checkpoint::writer::{DEFAULT_SHARD_BYTES, ShardReceipt, ShardWriter, write_file, write_index};
 use glimmer_checkpoint::{Checkpoint, MlpKind};
@@ -21,9 +22,9 @@ use glimmer_tensor::Backend;
 use serde_json::json;
 
 use crate::calibration::{Batch, Calibration, CalibrationSample};
-use crate::config_text::artifact_config;
 use crate::error::{Error, Result};
 use crate::experts::{LayerInputs, LayerWork, check, matrix_units};
+use crate::gptq::Order;
 use crate::overlay::Overlay;
 use crate::plan::{LayerShard, Plan, copy_shard, layer_tensors};
 use crate::progress::Progress;
@@ -111,7 +112,7 @@ pub fn quantize<B: Backend>(
         })?,
     };
     let run = match Run::open(&options.out, inputs, options.resume)? {
-        Start::Work(run) => run,
+        Start::Work(run) => *run,
         Start::Finished(manifest) => {
             let report = serde_json::from_value(manifest.statistics).map_err(|e| Error::NotEmpty {
                 path: options.out.clone(),
@@ -334,6 +335,15 @@ impl Job<'_> {
         Ok(())
     }
 
+    /// The `quantization_config` of the artifact.
+    fn quantization_block(&self) -> serde_json::Value {
+        let mut block = quantization_config(self.source.config(), self.recipe.ignore_style.into());
+        if (self.recipe.method, self.recipe.order) != (Method::Gptq, Order::Static) {
+            block["config_groups"]["group_0"]["weights"]["actorder"] = serde_json::Value::Null;
+        }
+        block
+    }
+
     /// Writes everything besides the shards, config.json last.
     fn complete(&mut self, progress: &mut dyn Progress) -> Result<Report> {
         progress.phase("index and manifest");
@@ -386,7 +396,7 @@ impl Job<'_> {
         let source_text = source_text.as_ref().map_or(&[][..], |bytes| bytes.as_slice());
         let source_text = std::str::from_utf8(source_text)
             .map_err(|e| Error::ConfigText { expected: "UTF-8", found: e.to_string() })?;
-        let config = artifact_config(source_text, self.source.config(), self.recipe, &self.plan.modules)?;
+        let config = with_quantization_config(source_text, &self.quantization_block())?;
         manifest.add_file("config.json", config.as_bytes());
         manifest.statistics = statistics;
         manifest.write(directory)?;

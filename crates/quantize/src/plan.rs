@@ -19,8 +19,6 @@ pub(crate) struct Plan {
     pub(crate) copies: Vec<CopyShard>,
     /// Shards of quantized layers.
     pub(crate) layers: Vec<LayerShard>,
-    /// Modules with a weight that is copied, in order.
-    pub(crate) modules: Vec<String>,
 }
 
 /// A shard of copied tensors.
@@ -65,8 +63,6 @@ impl Plan {
                 copied.push(TensorSpec { name, dtype, shape, group: Group::Global, layer: None });
             }
         }
-        let modules = copied.iter().filter(|s| s.shape.len() == 2).filter_map(|s| s.name.strip_suffix(".weight"));
-        let modules = modules.map(str::to_owned).collect();
         let parts = plan_shards(&copied, shard_bytes);
         let sparse: Vec<usize> =
             (0..config.text.num_hidden_layers).filter(|&l| config.text.mlp[l] == MlpKind::Sparse).collect();
@@ -84,7 +80,7 @@ impl Plan {
             .iter()
             .enumerate()
             .map(|(i, &layer)| LayerShard { file: shard_name(copies.len() + i + 1, count), layer });
-        Ok(Self { layers: layers.collect(), copies, modules })
+        Ok(Self { layers: layers.collect(), copies })
     }
 }
 

@@ -46,6 +46,15 @@ pub enum IgnoreStyle {
     Dual,
 }
 
+impl From<IgnoreStyle> for glimmer_checkpoint::scheme::IgnoreStyle {
+    fn from(style: IgnoreStyle) -> Self {
+        match style {
+            IgnoreStyle::Regex => Self::Regex,
+            IgnoreStyle::Dual => Self::Dual,
+        }
+    }
+}
+
 /// The recipe. [`Recipe::default`] is the recommended one.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Recipe {

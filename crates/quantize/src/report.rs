@@ -131,7 +131,9 @@ impl Report {
         let r = &self.recipe;
         let count = self.matrices().count();
         // Writing to a string cannot fail.
-        let mut line = |text: std::fmt::Arguments<'_>| drop(writeln!(page, "{text}"));
+        let mut line = |text: std::fmt::Arguments<'_>| {
+            let _: std::fmt::Result = writeln!(page, "{text}");
+        };
         line(format_args!("# Quantization report\n"));
         line(format_args!(
             "{count} matrices, {:?}, order {:?}, scales {:?}, dampening {}, experts {:?}, shrinkage {}.",
