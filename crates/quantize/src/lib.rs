@@ -5,6 +5,7 @@
 //! | [`pipeline`] | a checkpoint in, an artifact out, one layer in memory at a time |
 //! | [`recipe`] | everything that the artifact's bytes depend on besides source and calibration |
 //! | [`calibration`] | token sequences with image features |
+//! | [`gates`] | static checks of an artifact |
 //! | [`report`] | what was done, matrix by matrix |
 //! | [`hessian`], [`cholesky`], [`gptq`], [`scales`], [`rtn`], [`real`] | the solver, on plain slices |
 //! | [`bench`] | the solver's speed |

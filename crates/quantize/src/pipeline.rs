@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use glimmer_checkpoint::manifest::{Manifest, SourceIdentity};
-use glimmer_checkpoint::scheme::{quantization_config, with_quantization_config};
+use glimmer_checkpoint::scheme::{Scheme, quantization_config, with_quantization_config};
 use glimmer_checkpoint::shards::INDEX_FILE;
 use glimmer_checkpoint::writer::{DEFAULT_SHARD_BYTES, ShardReceipt, ShardWriter, write_file, write_index};
 use glimmer_checkpoint::{Checkpoint, MlpKind};
@@ -337,11 +337,11 @@ impl Job<'_> {
 
     /// The `quantization_config` of the artifact.
     fn quantization_block(&self) -> serde_json::Value {
-        let mut block = quantization_config(self.source.config(), self.recipe.ignore_style.into());
-        if (self.recipe.method, self.recipe.order) != (Method::Gptq, Order::Static) {
-            block["config_groups"]["group_0"]["weights"]["actorder"] = serde_json::Value::Null;
-        }
-        block
+        let scheme = Scheme {
+            ignore: self.recipe.ignore_style.into(),
+            static_order: (self.recipe.method, self.recipe.order) == (Method::Gptq, Order::Static),
+        };
+        quantization_config(self.source.config(), scheme)
     }
 
     /// Writes everything besides the shards, config.json last.
