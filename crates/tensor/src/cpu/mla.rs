@@ -17,7 +17,7 @@ use crate::{Columns, DsaWeights, Result};
 const ROWS: usize = 16;
 
 /// Most heads of a task: they share the loads of the latents.
-const HEADS: usize = 4;
+const HEADS: usize = 16;
 
 /// The stage.
 pub(super) fn mla(

@@ -1,5 +1,9 @@
 //! Kernels of attention: products with stored weights, scores of paged keys, weighted sums, softmax, norms of a row.
 
+#![allow(clippy::needless_range_loop, reason = "several arrays are walked by one index")]
+
+use std::ops::Range;
+
 use super::lanes::{
     Bf16, F32, LANES, Lanes, Stored, exp, fma, fma_scalar, inverse_rms, multiversion, padded, sum_lanes, tree,
 };
@@ -75,17 +79,28 @@ multiversion! {
 #[inline(always)]
 fn transposed_stored<S: Stored>(bytes: &[u8], inner: usize, width: usize, x: &[f32], stride: usize, out: &mut [f32]) {
     let whole = inner / 4 * 4;
-    for d in (0..whole).step_by(4) {
-        transposed_rows::<S, 4>(bytes, d, width, x, stride, out);
-    }
-    for d in whole..inner {
-        transposed_rows::<S, 1>(bytes, d, width, x, stride, out);
+    for (block, out) in out.chunks_mut(4 * width).enumerate() {
+        let x = &x[4 * block * stride..];
+        for d in (0..whole).step_by(4) {
+            if out.len() == 4 * width {
+                transposed_tile::<S, 4, 4>(bytes, d, width, x, stride, out);
+            } else {
+                for (r, out) in out.chunks_exact_mut(width).enumerate() {
+                    transposed_tile::<S, 1, 4>(bytes, d, width, &x[r * stride..], stride, out);
+                }
+            }
+        }
+        for d in whole..inner {
+            for (r, out) in out.chunks_exact_mut(width).enumerate() {
+                transposed_tile::<S, 1, 1>(bytes, d, width, &x[r * stride..], stride, out);
+            }
+        }
     }
 }
 
-/// `N` inner indices at a time: the matrix streams through once, and the sums are loaded once for `N` products.
+/// `R` rows and `N` inner indices at a time: a weight is widened once for `R` rows, a sum is loaded once for `N` products.
 #[inline(always)]
-fn transposed_rows<S: Stored, const N: usize>(
+fn transposed_tile<S: Stored, const R: usize, const N: usize>(
     bytes: &[u8],
     d: usize,
     width: usize,
@@ -94,27 +109,62 @@ fn transposed_rows<S: Stored, const N: usize>(
     out: &mut [f32],
 ) {
     let line = width * S::BYTES;
-    let weights: [&[u8]; N] = std::array::from_fn(|i| &bytes[(d + i) * line..][..line]);
-    for (r, out) in out.chunks_exact_mut(width).enumerate() {
-        let x: [f32; N] = std::array::from_fn(|i| x[r * stride + d + i]);
-        let (out, rest) = out.as_chunks_mut::<LANES>();
-        for (c, out) in out.iter_mut().enumerate() {
-            let mut acc = *out;
-            for i in 0..N {
-                let w = S::lanes(&weights[i][c * LANES * S::BYTES..][..LANES * S::BYTES]);
-                fma_scalar(&mut acc, x[i], &w);
-            }
-            *out = acc;
-        }
-        if !rest.is_empty() {
-            let mut acc = padded(rest);
-            for i in 0..N {
-                let w = S::lanes(&weights[i][out.len() * LANES * S::BYTES..]);
-                fma_scalar(&mut acc, x[i], &w);
-            }
-            rest.copy_from_slice(&acc[..rest.len()]);
+    let size = LANES * S::BYTES;
+    let whole = width / LANES * LANES;
+    let mut weights = [&[][..]; N];
+    let mut factors = [[0.0; N]; R];
+    for i in 0..N {
+        weights[i] = &bytes[(d + i) * line..][..line];
+        for r in 0..R {
+            factors[r][i] = x[r * stride + d + i];
         }
     }
+    let out = lines_mut::<R>(out, width);
+    for c in 0..width / LANES {
+        let mut w = [[0.0; LANES]; N];
+        for i in 0..N {
+            w[i] = S::lanes(&weights[i][c * size..][..size]);
+        }
+        for r in 0..R {
+            accumulate(&mut out[r].0[c], &factors[r], &w);
+        }
+    }
+    if whole < width {
+        let mut w = [[0.0; LANES]; N];
+        for i in 0..N {
+            w[i] = S::partial(&weights[i][whole * S::BYTES..]);
+        }
+        for r in 0..R {
+            let rest = &mut *out[r].1;
+            let mut sums = padded(rest);
+            accumulate(&mut sums, &factors[r], &w);
+            rest.copy_from_slice(&sums[..rest.len()]);
+        }
+    }
+}
+
+/// The first `R` rows of `[rows, width]`, each as whole blocks and the rest.
+#[inline(always)]
+fn lines_mut<const R: usize>(out: &mut [f32], width: usize) -> [(&mut [Lanes], &mut [f32]); R] {
+    let mut rest = out;
+    let mut lines: [(&mut [Lanes], &mut [f32]); R] = std::array::from_fn(|_| Default::default());
+    for line in &mut lines {
+        let (first, others) = rest.split_at_mut(width);
+        rest = others;
+        let (blocks, tail) = first.as_chunks_mut::<LANES>();
+        *line = (&mut blocks[..width / LANES], tail);
+    }
+    lines
+}
+
+/// `sums += x[0] w[0] + x[1] w[1] + ...`, in this order.
+#[inline(always)]
+fn accumulate<const N: usize>(sums: &mut Lanes, x: &[f32; N], w: &[Lanes; N]) {
+    let mut acc = *sums;
+    for i in 0..N {
+        fma_scalar(&mut acc, x[i], &w[i]);
+    }
+    *sums = acc;
 }
 
 multiversion! {
@@ -159,65 +209,83 @@ fn dots_tile<S: Stored, const O: usize, const R: usize>(
 ) {
     let line = width * S::BYTES;
     let whole = width / LANES;
-    let w: [&[u8]; O] = std::array::from_fn(|i| &bytes[(o + i) * line..][..line]);
-    let x: [&[f32]; R] = std::array::from_fn(|i| &x[(r + i) * width..][..width]);
-    let blocks: [&[Lanes]; R] = x.map(|x| &x.as_chunks::<LANES>().0[..whole]);
-    let mut acc = [[[0.0; LANES]; R]; O];
-    for c in 0..whole {
-        for i in 0..O {
-            let w = S::lanes(&w[i][c * LANES * S::BYTES..][..LANES * S::BYTES]);
-            for j in 0..R {
-                fma(&mut acc[i][j], &w, &blocks[j][c]);
-            }
-        }
+    let mut w = [&[][..]; O];
+    for i in 0..O {
+        w[i] = &bytes[(o + i) * line..][..line];
     }
+    let x = lines::<R>(&x[r * width..], width);
+    let mut acc = stored_products::<S, O, R>(&w, &x, whole);
     if whole * LANES < width {
         for i in 0..O {
-            let w = S::lanes(&w[i][whole * LANES * S::BYTES..]);
+            let w = S::partial(&w[i][whole * LANES * S::BYTES..]);
             for j in 0..R {
                 fma(&mut acc[i][j], &w, &padded(&x[j][whole * LANES..]));
             }
         }
     }
+    let sums = sums(acc);
     for i in 0..O {
         for j in 0..R {
-            out[(r + j) * stride + o + i] = tree(&acc[i][j]);
+            out[(r + j) * stride + o + i] = sums[i][j];
         }
     }
+}
+
+/// The whole blocks of [`dots_tile`], as [`lane_products`].
+#[inline(always)]
+fn stored_products<S: Stored, const O: usize, const R: usize>(
+    w: &[&[u8]; O],
+    x: &[&[f32]; R],
+    blocks: usize,
+) -> [[Lanes; R]; O] {
+    let x = blocks_of(x, blocks);
+    let mut acc = [[[0.0; LANES]; R]; O];
+    for c in 0..blocks {
+        for i in 0..O {
+            let w = S::lanes(&w[i][c * LANES * S::BYTES..][..LANES * S::BYTES]);
+            for j in 0..R {
+                fma(&mut acc[i][j], &w, &x[j][c]);
+            }
+        }
+    }
+    acc
 }
 
 multiversion! {
     /// `out[h, i] = scale * (q[h] . key[i])`: `q` `[heads, width]`, `out` `[heads, count]`.
     pub(crate) fn scores(q: &[f32], keys: Keys<'_>, count: usize, width: usize, scale: f32, out: &mut [f32]) {
         let heads = q.len() / width;
-        let mut h = 0;
-        while h < heads {
-            if heads - h >= 4 {
-                scores_heads::<4>(q, h, keys, count, width, scale, out);
-                h += 4;
-            } else {
-                scores_heads::<1>(q, h, keys, count, width, scale, out);
-                h += 1;
+        for start in (0..count).step_by(TOKENS) {
+            let tokens = start..(start + TOKENS).min(count);
+            for h in (0..heads / 4 * 4).step_by(4) {
+                scores_heads::<4>(q, h, keys, tokens.clone(), count, width, scale, out);
+            }
+            for h in heads / 4 * 4..heads {
+                scores_heads::<1>(q, h, keys, tokens.clone(), count, width, scale, out);
             }
         }
     }
 }
+
+/// Tokens whose vectors stay in the first-level cache while all heads pass.
+const TOKENS: usize = 16;
 
 #[inline(always)]
 fn scores_heads<const H: usize>(
     q: &[f32],
     h: usize,
     keys: Keys<'_>,
+    tokens: Range<usize>,
     count: usize,
     width: usize,
     scale: f32,
     out: &mut [f32],
 ) {
-    let whole = count / 4 * 4;
-    for i in (0..whole).step_by(4) {
+    let whole = tokens.start + tokens.len() / 4 * 4;
+    for i in (tokens.start..whole).step_by(4) {
         scores_tile::<H, 4>(q, h, keys, i, count, width, scale, out);
     }
-    for i in whole..count {
+    for i in whole..tokens.end {
         scores_tile::<H, 1>(q, h, keys, i, count, width, scale, out);
     }
 }
@@ -233,30 +301,21 @@ fn scores_tile<const H: usize, const T: usize>(
     scale: f32,
     out: &mut [f32],
 ) {
-    let q: [&[f32]; H] = std::array::from_fn(|j| &q[(h + j) * width..][..width]);
-    let k: [&[f32]; T] = std::array::from_fn(|j| keys.key(i + j, width));
-    let products = products(q, k, width);
-    for (j, products) in products.iter().enumerate() {
-        for (t, p) in products.iter().enumerate() {
-            out[(h + j) * count + i + t] = p * scale;
+    let products = products::<H, T>(&lines(&q[h * width..], width), &keys_of(&keys, i, width), width);
+    for j in 0..H {
+        let out = &mut out[(h + j) * count + i..][..T];
+        for t in 0..T {
+            out[t] = products[j][t] * scale;
         }
     }
 }
 
-/// All products of some vectors with some others, each in the order of [`dot_lanes`].
+/// All products of some vectors with some others, each in the order of
+/// [`dot_lanes`](super::lanes::dot_lanes).
 #[inline(always)]
-fn products<const H: usize, const T: usize>(q: [&[f32]; H], k: [&[f32]; T], width: usize) -> [[f32; T]; H] {
+fn products<const H: usize, const T: usize>(q: &[&[f32]; H], k: &[&[f32]; T], width: usize) -> [[f32; T]; H] {
     let whole = width / LANES;
-    let qs = q.map(|q| &q.as_chunks::<LANES>().0[..whole]);
-    let ks = k.map(|k| &k.as_chunks::<LANES>().0[..whole]);
-    let mut acc = [[[0.0; LANES]; T]; H];
-    for c in 0..whole {
-        for j in 0..H {
-            for t in 0..T {
-                fma(&mut acc[j][t], &qs[j][c], &ks[t][c]);
-            }
-        }
-    }
+    let mut acc = lane_products(q, k, whole);
     if whole * LANES < width {
         for j in 0..H {
             for t in 0..T {
@@ -264,35 +323,96 @@ fn products<const H: usize, const T: usize>(q: [&[f32]; H], k: [&[f32]; T], widt
             }
         }
     }
-    std::array::from_fn(|j| std::array::from_fn(|t| tree(&acc[j][t])))
+    sums(acc)
+}
+
+/// The whole blocks of [`products`]. By itself, with its sums as a value: so they stay in registers.
+#[inline(always)]
+fn lane_products<const H: usize, const T: usize>(q: &[&[f32]; H], k: &[&[f32]; T], blocks: usize) -> [[Lanes; T]; H] {
+    let (q, k) = (blocks_of(q, blocks), blocks_of(k, blocks));
+    let mut acc = [[[0.0; LANES]; T]; H];
+    for c in 0..blocks {
+        for j in 0..H {
+            for t in 0..T {
+                fma(&mut acc[j][t], &q[j][c], &k[t][c]);
+            }
+        }
+    }
+    acc
+}
+
+/// Each slice as its first `blocks` blocks.
+#[inline(always)]
+fn blocks_of<'a, const N: usize>(slices: &[&'a [f32]; N], blocks: usize) -> [&'a [Lanes]; N] {
+    let mut all = [&[][..]; N];
+    for i in 0..N {
+        all[i] = &slices[i].as_chunks::<LANES>().0[..blocks];
+    }
+    all
+}
+
+/// The first `N` rows of `[rows, width]`.
+#[inline(always)]
+fn lines<const N: usize>(x: &[f32], width: usize) -> [&[f32]; N] {
+    let mut all = [&[][..]; N];
+    for (i, line) in all.iter_mut().enumerate() {
+        *line = &x[i * width..][..width];
+    }
+    all
+}
+
+/// The vectors of `N` tokens from the `i`-th on.
+#[inline(always)]
+fn keys_of<'a, const N: usize>(keys: &Keys<'a>, i: usize, width: usize) -> [&'a [f32]; N] {
+    let mut all = [&[][..]; N];
+    for (t, key) in all.iter_mut().enumerate() {
+        *key = keys.key(i + t, width);
+    }
+    all
+}
+
+#[inline(always)]
+fn sums<const H: usize, const T: usize>(acc: [[Lanes; T]; H]) -> [[f32; T]; H] {
+    let mut sums = [[0.0; T]; H];
+    for j in 0..H {
+        for t in 0..T {
+            sums[j][t] = tree(&acc[j][t]);
+        }
+    }
+    sums
 }
 
 multiversion! {
     /// `out[h] += sum_i p[h, i] key[i]`: `p` `[heads, count]`, `out` `[heads, width]`; `i` ascending.
     pub(crate) fn weighted_sum(p: &[f32], keys: Keys<'_>, count: usize, width: usize, out: &mut [f32]) {
         let heads = out.len() / width;
-        let whole = count / 4 * 4;
-        let mut h = 0;
-        while h < heads {
-            let step = if heads - h >= 4 { 4 } else { 1 };
-            let out = &mut out[h * width..(h + step) * width];
-            let p = &p[h * count..(h + step) * count];
-            for i in (0..whole).step_by(4) {
-                if step == 4 {
-                    weighted_tile::<4, 4>(p, keys, i, count, width, out);
-                } else {
-                    weighted_tile::<1, 4>(p, keys, i, count, width, out);
-                }
+        for start in (0..count).step_by(TOKENS) {
+            let tokens = start..(start + TOKENS).min(count);
+            for h in (0..heads / 4 * 4).step_by(4) {
+                weighted_heads::<4>(&p[h * count..], keys, tokens.clone(), count, width, &mut out[h * width..]);
             }
-            for i in whole..count {
-                if step == 4 {
-                    weighted_tile::<4, 1>(p, keys, i, count, width, out);
-                } else {
-                    weighted_tile::<1, 1>(p, keys, i, count, width, out);
-                }
+            for h in heads / 4 * 4..heads {
+                weighted_heads::<1>(&p[h * count..], keys, tokens.clone(), count, width, &mut out[h * width..]);
             }
-            h += step;
         }
+    }
+}
+
+#[inline(always)]
+fn weighted_heads<const H: usize>(
+    p: &[f32],
+    keys: Keys<'_>,
+    tokens: Range<usize>,
+    count: usize,
+    width: usize,
+    out: &mut [f32],
+) {
+    let whole = tokens.start + tokens.len() / 4 * 4;
+    for i in (tokens.start..whole).step_by(4) {
+        weighted_tile::<H, 4>(p, keys, i, count, width, out);
+    }
+    for i in whole..tokens.end {
+        weighted_tile::<H, 1>(p, keys, i, count, width, out);
     }
 }
 
@@ -305,25 +425,27 @@ fn weighted_tile<const H: usize, const T: usize>(
     width: usize,
     out: &mut [f32],
 ) {
-    let whole = width / LANES;
-    let k: [&[f32]; T] = std::array::from_fn(|t| keys.key(i + t, width));
-    let ks = k.map(|k| &k.as_chunks::<LANES>().0[..whole]);
-    let p: [[f32; T]; H] = std::array::from_fn(|h| std::array::from_fn(|t| p[h * count + i + t]));
-    for c in 0..whole {
-        let k = ks.map(|k| k[c]);
+    let blocks = width / LANES;
+    let k = keys_of::<T>(&keys, i, width);
+    let mut factors = [[0.0; T]; H];
+    for h in 0..H {
+        factors[h].copy_from_slice(&p[h * count + i..][..T]);
+    }
+    let out = lines_mut::<H>(out, width);
+    let whole = blocks_of(&k, blocks);
+    for c in 0..blocks {
+        let mut w = [[0.0; LANES]; T];
+        for t in 0..T {
+            w[t] = whole[t][c];
+        }
         for h in 0..H {
-            let out = out[h * width + c * LANES..].first_chunk_mut::<LANES>().expect("the block lies in the row");
-            let mut acc = *out;
-            for t in 0..T {
-                fma_scalar(&mut acc, p[h][t], &k[t]);
-            }
-            *out = acc;
+            accumulate(&mut out[h].0[c], &factors[h], &w);
         }
     }
-    for c in whole * LANES..width {
-        for h in 0..H {
+    for h in 0..H {
+        for (c, sum) in out[h].1.iter_mut().enumerate() {
             for t in 0..T {
-                out[h * width + c] = p[h][t].mul_add(k[t][c], out[h * width + c]);
+                *sum = factors[h][t].mul_add(k[t][blocks * LANES + c], *sum);
             }
         }
     }
@@ -363,27 +485,31 @@ multiversion! {
 
 #[inline(always)]
 fn index_tile<const T: usize>(q: &[f32], w: &[f32], keys: &[f32], p: usize, width: usize, scale: f32, out: &mut [f32]) {
-    let k: [&[f32]; T] = std::array::from_fn(|t| &keys[(p + t) * width..][..width]);
+    let k = lines::<T>(&keys[p * width..], width);
     let mut score = [0.0f32; T];
-    let mut add = |w: f32, products: &[f32; T]| {
-        for (score, product) in score.iter_mut().zip(products) {
-            let product = product * scale;
-            let rectified = if product < 0.0 { 0.0 } else { product };
-            *score = w.mul_add(rectified, *score);
-        }
-    };
     let whole = w.len() / 4 * 4;
     for h in (0..whole).step_by(4) {
-        let q: [&[f32]; 4] = std::array::from_fn(|j| &q[(h + j) * width..][..width]);
-        for (j, products) in products(q, k, width).iter().enumerate() {
-            add(w[h + j], products);
+        let products = products::<4, T>(&lines(&q[h * width..], width), &k, width);
+        for j in 0..4 {
+            add_rectified(w[h + j], scale, &products[j], &mut score);
         }
     }
     for h in whole..w.len() {
-        add(w[h], &products([&q[h * width..][..width]], k, width)[0]);
+        let products = products::<1, T>(&[&q[h * width..][..width]], &k, width);
+        add_rectified(w[h], scale, &products[0], &mut score);
     }
     for (out, score) in out[p..].iter_mut().zip(score) {
         *out = score + 0.0;
+    }
+}
+
+/// `score += w relu(scale * product)`; NaN passes.
+#[inline(always)]
+fn add_rectified<const T: usize>(w: f32, scale: f32, products: &[f32; T], score: &mut [f32; T]) {
+    for t in 0..T {
+        let product = products[t] * scale;
+        let rectified = if product < 0.0 { 0.0 } else { product };
+        score[t] = w.mul_add(rectified, score[t]);
     }
 }
 

@@ -1,10 +1,13 @@
 //! Kernels of the delta rule: convolution, gates, state update, gated norm. One head, a block of rows.
 
-use super::lanes::{Lanes, dot_lanes, exp, fma_scalar, inverse_rms, multiversion, sigmoid, silu};
+use super::lanes::{LANES, Lanes, dot_lanes, exp, fma_scalar, inverse_rms, multiversion, sigmoid, silu};
 
 /// Value columns of the state that are worked on together; `dim * COLUMNS` f32 stay in the first-level cache while a block
 /// of rows passes.
 pub(crate) const COLUMNS: usize = 64;
+
+/// A line of the tile.
+type Columns = [f32; COLUMNS];
 
 multiversion! {
     /// Causal depthwise convolution and SiLU: `out[t, c] = silu(sum_j taps[j, c] raw[t + j, c])`, `j` ascending, the last
@@ -76,58 +79,87 @@ multiversion! {
         out: &mut [f32],
     ) {
         let dim = rows.dim;
-        let block = block.as_chunks_mut::<COLUMNS>().0;
+        let tile = &mut block.as_chunks_mut::<COLUMNS>().0[..dim];
         for start in (0..dim).step_by(COLUMNS) {
             let width = COLUMNS.min(dim - start);
-            load(state, dim, start, width, block);
-            for (t, beta) in rows.beta.iter().enumerate() {
+            load(state, dim, start, width, tile);
+            for (t, &beta) in rows.beta.iter().enumerate() {
                 if t == commit && commit > 0 {
-                    store(state, dim, start, width, block);
+                    store(state, dim, start, width, tile);
                 }
-                let [q, k, v] = [0, 1, 2].map(|i| &rows.qkv[(3 * t + i) * dim..][..dim]);
-                let decay = &rows.decay[t * dim..][..dim];
-                let mut seen = [[0.0; 16]; COLUMNS / 16];
-                for ((s, k), e) in block.iter_mut().zip(k).zip(decay) {
-                    for (s, seen) in s.as_chunks_mut::<16>().0.iter_mut().zip(&mut seen) {
-                        for s in &mut *s {
-                            *s *= *e;
-                        }
-                        fma_scalar(seen, *k, s);
-                    }
-                }
+                let (q, rest) = rows.qkv[3 * t * dim..][..3 * dim].split_at(dim);
+                let (k, v) = rest.split_at(dim);
+                let seen = decay_and_read(tile, &rows.decay[t * dim..][..dim], k);
                 let mut u = [0.0; COLUMNS];
-                for ((u, seen), v) in u.iter_mut().zip(seen.as_flattened()).zip(&v[start..start + width]) {
+                for ((u, seen), v) in u.iter_mut().zip(seen).zip(&v[start..start + width]) {
                     *u = beta * (v - seen);
                 }
-                let parts = u.as_chunks::<16>().0;
-                let mut o = [[0.0; 16]; COLUMNS / 16];
-                for ((s, k), q) in block.iter_mut().zip(k).zip(q) {
-                    for ((s, u), o) in s.as_chunks_mut::<16>().0.iter_mut().zip(parts).zip(&mut o) {
-                        fma_scalar(s, *k, u);
-                        fma_scalar(o, *q, s);
-                    }
-                }
+                let o = write_and_read(tile, &u, k, q);
                 update[t * dim + start..][..width].copy_from_slice(&u[..width]);
-                out[t * dim + start..][..width].copy_from_slice(&o.as_flattened()[..width]);
+                out[t * dim + start..][..width].copy_from_slice(&o[..width]);
             }
             if commit == rows.beta.len() {
-                store(state, dim, start, width, block);
+                store(state, dim, start, width, tile);
             }
         }
     }
 }
 
+/// `S = diag(decay) S`, then `S^T k`. Lanes are copied in and out, so that the sums stay in registers.
 #[inline(always)]
-fn load(state: &[f32], dim: usize, start: usize, width: usize, block: &mut [[f32; COLUMNS]]) {
-    for (b, s) in block.iter_mut().zip(state.chunks_exact(dim)) {
+fn decay_and_read(tile: &mut [Columns], decay: &[f32], k: &[f32]) -> Columns {
+    let mut acc = [[0.0; LANES]; COLUMNS / LANES];
+    for ((s, &e), &k) in tile.iter_mut().zip(decay).zip(k) {
+        let s = s.as_chunks_mut::<LANES>().0;
+        for i in 0..COLUMNS / LANES {
+            let mut v = s[i];
+            for v in &mut v {
+                *v *= e;
+            }
+            fma_scalar(&mut acc[i], k, &v);
+            s[i] = v;
+        }
+    }
+    flat(&acc)
+}
+
+/// `S = S + k u^T`, then `S^T q`.
+#[inline(always)]
+fn write_and_read(tile: &mut [Columns], u: &Columns, k: &[f32], q: &[f32]) -> Columns {
+    let mut acc = [[0.0; LANES]; COLUMNS / LANES];
+    let u = u.as_chunks::<LANES>().0;
+    let mut parts = [[0.0; LANES]; COLUMNS / LANES];
+    parts.copy_from_slice(u);
+    for ((s, &k), &q) in tile.iter_mut().zip(k).zip(q) {
+        let s = s.as_chunks_mut::<LANES>().0;
+        for i in 0..COLUMNS / LANES {
+            let mut v = s[i];
+            fma_scalar(&mut v, k, &parts[i]);
+            fma_scalar(&mut acc[i], q, &v);
+            s[i] = v;
+        }
+    }
+    flat(&acc)
+}
+
+#[inline(always)]
+fn flat(acc: &[Lanes; COLUMNS / LANES]) -> Columns {
+    let mut flat = [0.0; COLUMNS];
+    flat.copy_from_slice(acc.as_flattened());
+    flat
+}
+
+#[inline(always)]
+fn load(state: &[f32], dim: usize, start: usize, width: usize, tile: &mut [Columns]) {
+    for (b, s) in tile.iter_mut().zip(state.chunks_exact(dim)) {
         b[..width].copy_from_slice(&s[start..start + width]);
         b[width..].fill(0.0);
     }
 }
 
 #[inline(always)]
-fn store(state: &mut [f32], dim: usize, start: usize, width: usize, block: &[[f32; COLUMNS]]) {
-    for (b, s) in block.iter().zip(state.chunks_exact_mut(dim)) {
+fn store(state: &mut [f32], dim: usize, start: usize, width: usize, tile: &[Columns]) {
+    for (b, s) in tile.iter().zip(state.chunks_exact_mut(dim)) {
         s[start..start + width].copy_from_slice(&b[..width]);
     }
 }
@@ -155,5 +187,5 @@ multiversion! {
     }
 }
 
-/// Kept so that the widths above stay whole registers.
-const _: () = assert!(COLUMNS.is_multiple_of(size_of::<Lanes>() / size_of::<f32>()));
+// A tile is whole registers wide.
+const _: () = assert!(COLUMNS.is_multiple_of(LANES));

@@ -3,6 +3,10 @@
 //! A kernel is written once over `[f32; 16]` with [`f32::mul_add`] and put through [`multiversion!`], which compiles the
 //! same body with AVX-512, with AVX2 and without either. Every operation is an IEEE operation in a written order and the
 //! compiler may not reassociate them, so all versions give the same bits; only the registers differ.
+//!
+//! What makes the compiler keep lanes in registers: sums are local arrays handed on by value; loops over tiles have
+//! constant bounds; slices are cut to one length before the loop; no closures (`array::from_fn`, `map`), which are compiled
+//! apart, without the instruction set of their surroundings, when they are not inlined.
 
 /// One register of the widest instruction set.
 pub(crate) type Lanes = [f32; LANES];
@@ -62,13 +66,14 @@ pub(crate) fn fma_scalar(acc: &mut Lanes, a: f32, b: &Lanes) {
 /// The sum of all lanes: lane `i` + lane `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
 #[inline(always)]
 pub(crate) fn tree(v: &Lanes) -> f32 {
-    let mut w = *v;
-    for half in [8, 4, 2, 1] {
-        for l in 0..half {
-            w[l] += w[l + half];
-        }
+    let (mut eight, mut four) = ([0.0; 8], [0.0; 4]);
+    for l in 0..8 {
+        eight[l] = v[l] + v[l + 8];
     }
-    w[0]
+    for l in 0..4 {
+        four[l] = eight[l] + eight[l + 4];
+    }
+    (four[0] + four[2]) + (four[1] + four[3])
 }
 
 /// Up to sixteen values, the missing ones zero.
@@ -126,8 +131,16 @@ pub(crate) trait Stored {
     /// Bytes of an element.
     const BYTES: usize;
 
-    /// Up to sixteen elements, the missing ones zero.
+    /// Sixteen elements from exactly their bytes.
     fn lanes(bytes: &[u8]) -> Lanes;
+
+    /// Fewer than sixteen elements, the missing ones zero.
+    #[inline(always)]
+    fn partial(bytes: &[u8]) -> Lanes {
+        let mut all = [0; 4 * LANES];
+        all[..bytes.len()].copy_from_slice(bytes);
+        Self::lanes(&all[..LANES * Self::BYTES])
+    }
 }
 
 /// Little-endian BF16.
@@ -143,15 +156,10 @@ impl Stored for Bf16 {
 
     #[inline(always)]
     fn lanes(bytes: &[u8]) -> Lanes {
+        let words: [u16; LANES] = bytemuck::pod_read_unaligned(bytes);
         let mut lanes = [0.0; LANES];
-        if let Some(bytes) = bytes.first_chunk::<{ 2 * LANES }>() {
-            for l in 0..LANES {
-                lanes[l] = f32::from_bits(u32::from(u16::from_le_bytes([bytes[2 * l], bytes[2 * l + 1]])) << 16);
-            }
-        } else {
-            for (lane, b) in lanes.iter_mut().zip(bytes.as_chunks::<2>().0) {
-                *lane = f32::from_bits(u32::from(u16::from_le_bytes(*b)) << 16);
-            }
+        for l in 0..LANES {
+            lanes[l] = f32::from_bits(u32::from(u16::from_le(words[l])) << 16);
         }
         lanes
     }
@@ -162,15 +170,10 @@ impl Stored for F32 {
 
     #[inline(always)]
     fn lanes(bytes: &[u8]) -> Lanes {
+        let words: [u32; LANES] = bytemuck::pod_read_unaligned(bytes);
         let mut lanes = [0.0; LANES];
-        if let Some(bytes) = bytes.first_chunk::<{ 4 * LANES }>() {
-            for (lane, b) in lanes.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *lane = f32::from_le_bytes(*b);
-            }
-        } else {
-            for (lane, b) in lanes.iter_mut().zip(bytes.as_chunks::<4>().0) {
-                *lane = f32::from_le_bytes(*b);
-            }
+        for l in 0..LANES {
+            lanes[l] = f32::from_bits(u32::from_le(words[l]));
         }
         lanes
     }

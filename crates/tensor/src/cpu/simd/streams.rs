@@ -9,21 +9,24 @@ multiversion! {
     /// `s[j] = post[j] y + sum_i comb[i, j] s[i]`, `i` ascending. `s` is `[n, width]`, `comb` `[old, new]`.
     pub(crate) fn merge(post: &[f32], comb: &[f32], y: &[f32], s: &mut [f32]) {
         match post.len() {
-            4 => merge_streams(4, post, comb, y, s),
-            n => merge_streams(n, post, comb, y, s),
+            1 => merge_streams::<1>(post, comb, y, s),
+            2 => merge_streams::<2>(post, comb, y, s),
+            4 => merge_streams::<4>(post, comb, y, s),
+            _ => merge_streams::<MAX_STREAMS>(post, comb, y, s),
         }
     }
 }
 
+/// `M` is the number of streams or, where that is not known, at least as many.
 #[inline(always)]
-fn merge_streams(n: usize, post: &[f32], comb: &[f32], y: &[f32], s: &mut [f32]) {
+fn merge_streams<const M: usize>(post: &[f32], comb: &[f32], y: &[f32], s: &mut [f32]) {
+    let n = post.len().min(M);
     let width = y.len();
-    let (post, comb) = (&post[..n], &comb[..n * n]);
     for (c, y) in y.chunks(LANES).enumerate() {
         let at = c * LANES;
         let len = y.len();
         let y = padded(y);
-        let mut old = [[0.0; LANES]; MAX_STREAMS];
+        let mut old = [[0.0; LANES]; M];
         for i in 0..n {
             old[i] = padded(&s[i * width + at..][..len]);
         }
