@@ -17,7 +17,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     EngineError, Finish, Flow, Output, Request, SequenceId, TokenEvent,
     draft::{Drafting, propose},
-    pools::{Need, Pools, need},
+    pools::{Pools, need},
     sampling::{History, Sampler},
     schedule::{Entry, schedule},
     sequence::{Phase, Sequence, Trail},
@@ -210,6 +210,12 @@ impl<B: Backend> Generator<B> {
     /// Sequences that have not ended: waiting and running.
     pub fn unfinished(&self) -> (usize, usize) {
         (self.waiting.len(), self.running.len())
+    }
+
+    /// How many more requests would find a free slot. A source of many requests submits only so many at a time, so that
+    /// prompts and features do not pile up in the queue.
+    pub fn room(&self) -> usize {
+        self.pools.free().slots.saturating_sub(self.waiting.len())
     }
 
     /// Features of an image or clip, `[tokens, hidden]`, for [`Request::features`].
@@ -480,11 +486,6 @@ impl<B: Backend> Generator<B> {
                 _ => index += 1,
             }
         }
-    }
-
-    /// Slots and pages that nothing holds.
-    pub fn free(&self) -> Need {
-        self.pools.free()
     }
 }
 

@@ -117,3 +117,126 @@ impl Plan {
         self.entries.push(Entry { index, row, rows, drafts, logits });
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use glimmer_tensor::CacheShape;
+
+    use super::*;
+    use crate::{
+        Request, SequenceId,
+        pools::{Pools, need},
+        sampling::History,
+        speculate::Draft,
+        stats::DraftCounts,
+    };
+
+    const SLOTS: usize = 6;
+    const DEPTH: usize = 3;
+    const CONTEXT: usize = 400;
+
+    fn shape() -> CacheShape {
+        CacheShape {
+            kda_layers: 1,
+            kda_heads: 1,
+            kda_head_dim: 8,
+            conv_kernel: 4,
+            dsa_layers: 1,
+            latent: 8,
+            index_dim: 8,
+            kpool: 4,
+            slots: SLOTS,
+            pages: SLOTS * CONTEXT.div_ceil(PAGE_TOKENS),
+            max_draft: DEPTH,
+        }
+    }
+
+    /// A sequence of `prompt` tokens, every third one a picture's, of which `computed` are done, or with `output` tokens.
+    fn sequence(pools: &Pools, prompt: usize, computed: usize, output: usize, drafts: usize) -> Sequence {
+        let tokens: Vec<u32> = (0..(prompt + output) as u32).collect();
+        let decoding = output > 0;
+        let fold = if decoding { DEPTH.min(output - 1) } else { 0 };
+        let request = Request::new(tokens[..prompt].to_vec(), CONTEXT - prompt);
+        Sequence {
+            id: SequenceId(prompt as u64),
+            limit: CONTEXT,
+            computed: if decoding { prompt + output - 1 } else { computed },
+            fold,
+            drafts: (0..drafts as u32).map(|i| Draft { token: 9000 + i, drawn_from: None }).collect(),
+            depth: DEPTH,
+            phase: if decoding { Phase::Decode } else { Phase::Prefill },
+            reservation: pools.reserve(need(CONTEXT)).unwrap(),
+            history: History::default(),
+            placeholders: (0..prompt).step_by(3).collect(),
+            stops: std::collections::BTreeSet::new(),
+            stop_list: Vec::new(),
+            counts: DraftCounts::default(),
+            tokens,
+            request,
+        }
+    }
+
+    #[test]
+    fn decoding_rows_come_first_and_prompts_share_the_rest() {
+        let pools = Pools::new(SLOTS, shape().pages);
+        let running = [sequence(&pools, 300, 0, 0, 0), sequence(&pools, 20, 0, 5, 2), sequence(&pools, 10, 4, 0, 0)];
+        let plan = schedule(&running, 80);
+        let rows: Vec<(usize, usize, usize)> = plan.entries.iter().map(|e| (e.index, e.row, e.rows)).collect();
+        // Decoding: the newest token and two drafts. The long prompt stops at a page; the short one finds room.
+        assert_eq!(rows, [(1, 0, 3), (0, 3, 64), (2, 67, 6)]);
+        assert_eq!(plan.step.tokens[..3], [24, 9000, 9001]);
+        assert_eq!(plan.step.segments[0].commit, 1);
+        assert_eq!(plan.step.segments[0].fold, 3);
+        assert_eq!(plan.step.logits, [0, 1, 2, 72], "all verifying rows and the last row of the finished prompt");
+        assert_eq!(plan.entries.iter().map(|e| e.logits).collect::<Vec<_>>(), [Some(0), None, Some(3)]);
+        assert_eq!(plan.rows_by_kind(&running), (70, 3));
+        // Pictures: positions 0, 3, .. 63 of the long prompt, 6 and 9 of the short one.
+        assert_eq!(plan.features.len(), 22 + 2);
+        assert_eq!(plan.features[22..], [(2, 2), (2, 3)]);
+        assert_eq!(plan.step.features[22], FeatureRow { row: 69, feature: 22 });
+    }
+
+    #[test]
+    fn nothing_to_do_is_an_empty_plan() {
+        assert_eq!(schedule(&[], 10), Plan::default());
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn plans_are_valid_and_always_advance(
+            kinds in proptest::collection::vec((1usize..300, 0usize..300, 0usize..40, 0usize..=DEPTH), 1..=SLOTS),
+            spare in 0usize..200,
+        ) {
+            let pools = Pools::new(SLOTS, shape().pages);
+            let running: Vec<Sequence> = kinds
+                .iter()
+                .map(|&(prompt, computed, output, drafts)| {
+                    sequence(&pools, prompt, computed % prompt, output, if output > 0 { drafts } else { 0 })
+                })
+                .collect();
+            let max_rows = SLOTS * (DEPTH + 1) + spare;
+            let plan = schedule(&running, max_rows);
+            proptest::prop_assert!(plan.step.validate(&shape()).is_ok());
+            proptest::prop_assert!(plan.step.rows() <= max_rows && plan.step.rows() > 0);
+            proptest::prop_assert!(plan.step.logits.len() <= SLOTS * (DEPTH + 1));
+            for (index, s) in running.iter().enumerate() {
+                let entry = plan.entries.iter().find(|e| e.index == index);
+                if s.phase == Phase::Decode {
+                    proptest::prop_assert_eq!(entry.map(|e| e.rows), Some(1 + s.drafts.len()));
+                }
+            }
+            // The oldest prompt advances, whatever else runs.
+            if let Some(oldest) = running.iter().position(|s| s.phase == Phase::Prefill) {
+                proptest::prop_assert!(plan.entries.iter().any(|e| e.index == oldest));
+            }
+            for entry in &plan.entries {
+                let s = &running[entry.index];
+                let end = s.computed + entry.rows;
+                if s.phase == Phase::Prefill {
+                    proptest::prop_assert!(end <= s.request.prompt.len());
+                    proptest::prop_assert_eq!(entry.logits.is_some(), end == s.request.prompt.len());
+                }
+            }
+        }
+    }
+}

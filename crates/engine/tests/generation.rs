@@ -170,6 +170,43 @@ fn speculation_and_batches_change_no_greedy_token() {
     }
 }
 
+/// The tiny model has random weights: its draft layer is nearly always wrong, it shares selections, and one of its layers
+/// reuses the selection of the layer before.
+#[test]
+fn rejected_drafts_leave_no_trace() {
+    let checkpoint = Checkpoint::open(repository("data/goldens/tiny")).unwrap();
+    let vocab = checkpoint.config().text.vocab_size as u32;
+    let load = |sequences, depth, index_sharing| {
+        let settings =
+            Settings { sequences, depth, index_sharing, context: Some(256), rows: 24, ..Settings::default() };
+        Generator::load(Cpu::new(1), &checkpoint, &settings).unwrap()
+    };
+    let media: Vec<u32> = (500..512).collect();
+    // Prompts around pool and page boundaries; sampled ones among greedy ones; a depth of their own for some.
+    let request = |i: u32, depth: usize| {
+        let length = [1, 3, 4, 15, 16, 17, 60, 63, 64, 65, 100][i as usize % 11];
+        let prompt =
+            (0..length).map(|t| (t * 31 + i * 17 + t * t) % vocab).map(|t| if media.contains(&t) { 1 } else { t });
+        let temperature = if i.is_multiple_of(2) { 0.0 } else { 0.7 };
+        let sampling = SamplingParams { temperature, min_p: 0.02, seed: u64::from(i), ..SamplingParams::default() };
+        let bias = media.iter().map(|&t| (t, -100.0)).collect();
+        let sampling = SamplingParams { logit_bias: bias, ..sampling };
+        let own = (i % 5 == 4).then_some(depth / 2);
+        Request { sampling, depth: own, ..ignoring_stops(prompt.collect(), 24) }
+    };
+    let mut alone = load(1, 0, IndexSharing::Auto);
+    let plain: Vec<Output> = (0..22).map(|i| alone.generate(request(i, 0), &mut |_| Flow::Continue).unwrap()).collect();
+    for (depth, sharing) in [(1, IndexSharing::Auto), (3, IndexSharing::Auto), (2, IndexSharing::Off)] {
+        let mut batch = load(6, depth, sharing);
+        let outputs = run(&mut batch, (0..22).map(|i| (i as usize, request(i, depth))).collect());
+        assert_eq!(tokens(&outputs), tokens(&plain), "depth {depth}, sharing {sharing:?}");
+        let counts = &batch.stats().drafts;
+        assert!(counts.rate(0).unwrap() < 0.5, "drafts are mostly rejected here: {counts:?}");
+        let summed: u64 = outputs.iter().map(|o| o.drafts.steps()).sum();
+        assert_eq!(summed, counts.steps(), "sequences count what the generator counts");
+    }
+}
+
 #[test]
 fn a_seed_gives_the_same_tokens_in_any_batch_and_at_any_depth() {
     let prompts = prompts(12);
