@@ -8,7 +8,7 @@ use super::{
     pool::{Chunks, Panels},
     simd::{
         pack::{Order, Pack},
-        product::{PackedRows, Product},
+        product::{self, PackedRows, Product},
     },
     types::{AlignedVec, CpuVector, require, require_equal},
 };
@@ -128,7 +128,7 @@ pub(super) fn rows_a_block(matrix: &CpuMatrix) -> usize {
 }
 
 /// Calls `sink(row, products)` for each row with its products with `outputs` of the matrix and the bias added.
-pub(super) fn product(
+pub(super) fn multiply(
     isa: Isa,
     linear: &Linear<Cpu>,
     outputs: std::ops::Range<usize>,
@@ -144,9 +144,9 @@ pub(super) fn product(
     let bias = linear.bias.as_ref().map(|bias| &bias.as_slice()[outputs.clone()]);
     for first in (0..rows).step_by(block) {
         let count = block.min(rows - first);
-        let [y] = scratch.floats([count * width]);
+        let [y, sums] = scratch.floats([count * width, product::scratch(count)]);
         let x = PackedRows { first: x.first + first, ..x };
-        isa.run(Product { matrix: &linear.weight, outputs: outputs.clone(), x, rows: count, y });
+        isa.run(Product { matrix: &linear.weight, outputs: outputs.clone(), x, rows: count, sums, y });
         for (i, y) in y.chunks_exact_mut(width).enumerate() {
             if let Some(bias) = bias {
                 isa.add(bias, y);
@@ -213,7 +213,7 @@ fn joint(
             let outputs = begin.clamp(offset, offset + out) - offset..end.clamp(offset, offset + out) - offset;
             let column = offset + outputs.start - begin.min(offset + outputs.start);
             let width = outputs.len();
-            product(isa, linear, outputs, packed(work, &linear.weight), rows, scratch, |row, y| {
+            multiply(isa, linear, outputs, packed(work, &linear.weight), rows, scratch, |row, y| {
                 panel.row_mut(row)[column..column + width].copy_from_slice(y);
             });
             offset += out;
@@ -230,10 +230,10 @@ pub(super) fn gated(cpu: &Cpu, rows: usize, weights: &Swiglu<Cpu>, limit: f32, a
     cpu.pool.split(panels, |_, mut panel, scratch| {
         let columns = panel.start()..panel.start() + panel.width();
         let (gate, up) = (&weights.gate, &weights.up);
-        product(cpu.isa, gate, columns.clone(), packed(&cpu.dense, &gate.weight), rows, scratch, |row, y| {
+        multiply(cpu.isa, gate, columns.clone(), packed(&cpu.dense, &gate.weight), rows, scratch, |row, y| {
             panel.row_mut(row).copy_from_slice(y);
         });
-        product(cpu.isa, up, columns, packed(&cpu.dense, &up.weight), rows, scratch, |row, y| {
+        multiply(cpu.isa, up, columns, packed(&cpu.dense, &up.weight), rows, scratch, |row, y| {
             cpu.isa.clamped_swiglu(panel.row_mut(row), y, limit);
         });
     });

@@ -4,6 +4,7 @@
 //! ([`simd`]), so a result depends neither on the machine nor on the number of threads, on the other rows of the step or on
 //! how the rows were tiled.
 
+pub mod bench;
 pub mod cache;
 mod dense;
 mod dsa;

@@ -9,7 +9,7 @@ use super::{
     pool::{Chunks, Panels},
     simd::{
         pack::Order,
-        product::{PackedRows, Product},
+        product::{self, PackedRows, Product},
     },
     types::{require, require_equal},
 };
@@ -48,11 +48,12 @@ pub(super) fn route(
         Chunks::new(&mut routing.weights[..choices], rows_a_task * rule.top),
     );
     let isa = cpu.isa;
-    cpu.pool.split(parts, |task, (scores, chosen, weights), _| {
+    cpu.pool.split(parts, |task, (scores, chosen, weights), scratch| {
         let count = chosen.len() / rule.top;
         let (scores, biased) = scores.split_at_mut(count * experts);
         let x = PackedRows { first: task * rows_a_task, ..packed };
-        isa.run(Product { matrix: gate, outputs: 0..experts, x, rows: count, y: scores });
+        let [sums] = scratch.floats([product::scratch(count)]);
+        isa.run(Product { matrix: gate, outputs: 0..experts, x, rows: count, sums, y: scores });
         isa.sigmoid(scores);
         for row in 0..count {
             let scores = &scores[row * experts..(row + 1) * experts];
@@ -234,10 +235,10 @@ pub(super) fn moe_up(
         for (e, Swiglu { gate, up, .. }) in experts.routed.iter().enumerate() {
             let list = routing.choices(e);
             let rows = |matrix| PackedRows { list: Some(list), divisor: top, ..dense::packed(&cpu.dense, matrix) };
-            dense::product(cpu.isa, gate, columns.clone(), rows(&gate.weight), list.len(), scratch, |i, y| {
+            dense::multiply(cpu.isa, gate, columns.clone(), rows(&gate.weight), list.len(), scratch, |i, y| {
                 panel.row_mut(list[i] as usize).copy_from_slice(y);
             });
-            dense::product(cpu.isa, up, columns.clone(), rows(&up.weight), list.len(), scratch, |i, y| {
+            dense::multiply(cpu.isa, up, columns.clone(), rows(&up.weight), list.len(), scratch, |i, y| {
                 cpu.isa.clamped_swiglu(panel.row_mut(list[i] as usize), y, limit);
             });
         }
@@ -278,7 +279,7 @@ pub(super) fn moe_down(
         for (e, Swiglu { down, .. }) in experts.routed.iter().enumerate() {
             let list = routing.choices(e);
             let x = PackedRows { list: Some(list), ..dense::packed(work, &down.weight) };
-            dense::product(isa, down, columns.clone(), x, list.len(), scratch, |i, y| {
+            dense::multiply(isa, down, columns.clone(), x, list.len(), scratch, |i, y| {
                 let choice = list[i] as usize;
                 isa.axpy(routing.weights[choice], y, panel.row_mut(choice / top));
             });
@@ -294,7 +295,7 @@ pub(super) fn moe_down(
     cpu.pool.split(panels, |_, mut panel, scratch| {
         let columns = panel.start()..panel.start() + panel.width();
         let x = dense::packed(work, &shared.down.weight);
-        dense::product(isa, &shared.down, columns, x, rows, scratch, |row, y| {
+        dense::multiply(isa, &shared.down, columns, x, rows, scratch, |row, y| {
             isa.add(y, panel.row_mut(row));
         });
     });

@@ -125,18 +125,18 @@ impl Simd for Avx2 {
         halves!(_mm256_castsi256_ps(words))
     }
     #[inline(always)]
-    fn bf16(self, block: &[u8; 64]) -> (Self::V, Self::V) {
+    fn bf16(self, block: &[u8; 64], half: usize) -> Self::V {
         let words = self.words(block);
         // SAFETY: as in `halves`.
-        unsafe {
-            let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
-            let even = (_mm256_slli_epi32::<16>(words.0), _mm256_slli_epi32::<16>(words.1));
-            let odd = (_mm256_and_si256(words.0, high), _mm256_and_si256(words.1, high));
-            (
-                (_mm256_castsi256_ps(even.0), _mm256_castsi256_ps(even.1)),
-                (_mm256_castsi256_ps(odd.0), _mm256_castsi256_ps(odd.1)),
-            )
-        }
+        let words = unsafe {
+            if half == 0 {
+                (_mm256_slli_epi32::<16>(words.0), _mm256_slli_epi32::<16>(words.1))
+            } else {
+                let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
+                (_mm256_and_si256(words.0, high), _mm256_and_si256(words.1, high))
+            }
+        };
+        halves!(_mm256_castsi256_ps(words))
     }
     #[allow(clippy::cast_ptr_alignment, reason = "the loads take any address")]
     #[inline(always)]
@@ -146,20 +146,18 @@ impl Simd for Avx2 {
         unsafe { (_mm256_loadu_si256(low), _mm256_loadu_si256(high)) }
     }
     #[inline(always)]
-    fn codes(self, words: Self::W) -> Self::V {
+    fn codes(self, words: Self::W, p: u32) -> Self::V {
         #[inline(always)]
-        unsafe fn half(words: __m256i) -> __m256 {
+        unsafe fn half(words: __m256i, shift: __m256i) -> __m256 {
             // SAFETY: passed on to the caller.
             unsafe {
-                let nibble = _mm256_and_si256(words, _mm256_set1_epi32(15));
+                let nibble = _mm256_and_si256(_mm256_srlv_epi32(words, shift), _mm256_set1_epi32(15));
                 _mm256_sub_ps(_mm256_cvtepi32_ps(nibble), _mm256_set1_ps(8.0))
             }
         }
-        halves!(half(words))
-    }
-    #[inline(always)]
-    fn next_nibble(self, words: Self::W) -> Self::W {
         // SAFETY: as in `halves`.
-        unsafe { (_mm256_srli_epi32::<4>(words.0), _mm256_srli_epi32::<4>(words.1)) }
+        let shift = unsafe { _mm256_set1_epi32(4 * p.cast_signed()) };
+        let shift = (shift, shift);
+        halves!(half(words, shift))
     }
 }

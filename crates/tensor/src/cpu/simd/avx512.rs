@@ -112,24 +112,24 @@ impl Simd for Avx512 {
         proved!(_mm512_castsi512_ps(self.words(block)))
     }
     #[inline(always)]
-    fn bf16(self, block: &[u8; 64]) -> (__m512, __m512) {
+    fn bf16(self, block: &[u8; 64], half: usize) -> __m512 {
         let words = self.words(block);
-        proved!({
-            let high = _mm512_set1_epi32(0xffff_0000_u32.cast_signed());
-            (_mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)), _mm512_castsi512_ps(_mm512_and_si512(words, high)))
-        })
+        proved!(_mm512_castsi512_ps(if half == 0 {
+            _mm512_slli_epi32::<16>(words)
+        } else {
+            _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))
+        }))
     }
     #[inline(always)]
     fn words(self, block: &[u8; 64]) -> __m512i {
         proved!(_mm512_loadu_si512(block.as_ptr().cast()))
     }
     #[inline(always)]
-    fn codes(self, words: __m512i) -> __m512 {
+    fn codes(self, words: __m512i, p: u32) -> __m512 {
         // The permutation looks at the lowest four bits of an index alone.
-        proved!(_mm512_permutexvar_ps(words, _mm512_loadu_ps(CODES.as_ptr())))
-    }
-    #[inline(always)]
-    fn next_nibble(self, words: __m512i) -> __m512i {
-        proved!(_mm512_srli_epi32::<4>(words))
+        proved!({
+            let index = _mm512_srlv_epi32(words, _mm512_set1_epi32(4 * p.cast_signed()));
+            _mm512_permutexvar_ps(index, _mm512_loadu_ps(CODES.as_ptr()))
+        })
     }
 }

@@ -175,12 +175,22 @@ pub trait Simd: Copy {
     fn sum(self, v: Self::V) -> f32;
     /// Sixteen little-endian f32.
     fn f32_bytes(self, block: &[u8; 64]) -> Self::V;
-    /// Widens 32 BF16: lane `w` of the results holds elements `2w` and `2w + 1`.
-    fn bf16(self, block: &[u8; 64]) -> (Self::V, Self::V);
+    /// Widens half of 32 BF16: lane `w` holds element `2 w + half`, `half` 0 or 1.
+    fn bf16(self, block: &[u8; 64], half: usize) -> Self::V;
     /// Sixteen little-endian words.
     fn words(self, block: &[u8; 64]) -> Self::W;
-    /// `nibble - 8` of each word's lowest nibble.
-    fn codes(self, words: Self::W) -> Self::V;
-    /// Words shifted right by one nibble.
-    fn next_nibble(self, words: Self::W) -> Self::W;
+    /// `nibble - 8` of nibble `p` of each word, `p` below 8.
+    fn codes(self, words: Self::W, p: u32) -> Self::V;
+    /// Hints that the line at `address` (any address) will be read.
+    #[inline(always)]
+    fn prefetch(self, address: *const u8) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 has the instruction, and it never faults.
+        unsafe {
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T0>(address.cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = address;
+    }
 }

@@ -88,9 +88,9 @@ impl Simd for Scalar {
         self.words(block).map(f32::from_bits)
     }
     #[inline(always)]
-    fn bf16(self, block: &[u8; 64]) -> (Self::V, Self::V) {
+    fn bf16(self, block: &[u8; 64], half: usize) -> Self::V {
         let words = self.words(block);
-        (words.map(|w| f32::from_bits(w << 16)), words.map(|w| f32::from_bits(w & 0xffff_0000)))
+        if half == 0 { words.map(|w| f32::from_bits(w << 16)) } else { words.map(|w| f32::from_bits(w & 0xffff_0000)) }
     }
     #[inline(always)]
     fn words(self, block: &[u8; 64]) -> Self::W {
@@ -98,11 +98,7 @@ impl Simd for Scalar {
         std::array::from_fn(|i| u32::from_le_bytes(words[i]))
     }
     #[inline(always)]
-    fn codes(self, words: Self::W) -> Self::V {
-        words.map(|w| (w & 15) as f32 - 8.0)
-    }
-    #[inline(always)]
-    fn next_nibble(self, words: Self::W) -> Self::W {
-        words.map(|w| w >> 4)
+    fn codes(self, words: Self::W, p: u32) -> Self::V {
+        words.map(|w| ((w >> (4 * p)) & 15) as f32 - 8.0)
     }
 }
