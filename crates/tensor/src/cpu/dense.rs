@@ -1,7 +1,7 @@
 //! Dense stages: embedding, projections, SwiGLU, plain residuals with norms, the head.
 //!
 //! A projection packs its rows once ([`super::simd::pack`]) and splits the output columns over the threads. Within a task
-//! the rows are taken in blocks that stay in the second-level cache while the weights of the task go by.
+//! the rows are taken in blocks whose sums stay in the second-level cache.
 
 use super::{
     Cpu, CpuBuffer, CpuMatrix, Isa, Panel, Pool, Scratch,
@@ -17,11 +17,11 @@ use crate::{Columns, Linear, Norm, Result, Streams, Swiglu};
 /// Multiplications that are worth waking another thread for.
 const WORTH_SPLITTING: usize = 1 << 16;
 
-/// Bytes of weights that a task reads at least.
-const TASK_BYTES: usize = 1 << 15;
+/// Outputs of a task at most.
+const TASK_OUTPUTS: usize = 64;
 
-/// Bytes of packed rows that stay in the second-level cache beside the weights.
-const BLOCK_BYTES: usize = 384 << 10;
+/// Rows that a task takes at a time.
+const BLOCK_ROWS: usize = 64;
 
 /// Packed rows, one array an order.
 #[derive(Debug, Default)]
@@ -114,17 +114,11 @@ pub(super) fn packed<'a>(work: &'a Workspace, matrix: &CpuMatrix) -> PackedRows<
 }
 
 /// Outputs of a task: few enough to keep all threads busy, many enough to be worth a task.
-pub(super) fn outputs_a_task(rows: usize, outputs: usize, matrix: &CpuMatrix) -> usize {
-    if rows * outputs * matrix.columns() < WORTH_SPLITTING {
+pub(super) fn outputs_a_task(threads: usize, rows: usize, outputs: usize, columns: usize) -> usize {
+    if rows * outputs * columns < WORTH_SPLITTING {
         return outputs.max(1);
     }
-    let row_bytes = matrix.bytes() / matrix.out().max(1);
-    (TASK_BYTES / row_bytes.max(1)).clamp(8, 64).next_multiple_of(4)
-}
-
-/// Rows of a block.
-pub(super) fn rows_a_block(matrix: &CpuMatrix) -> usize {
-    (BLOCK_BYTES / (4 * matrix.columns().max(1))).clamp(8, 64) / 4 * 4
+    outputs.div_ceil(4 * threads).next_multiple_of(8).min(TASK_OUTPUTS)
 }
 
 /// Calls `sink(row, products)` for each row with its products with `outputs` of the matrix and the bias added.
@@ -137,13 +131,13 @@ pub(super) fn multiply(
     scratch: &mut Scratch,
     mut sink: impl FnMut(usize, &mut [f32]),
 ) {
-    let (block, width) = (rows_a_block(&linear.weight), outputs.len());
+    let width = outputs.len();
     if width == 0 {
         return;
     }
     let bias = linear.bias.as_ref().map(|bias| &bias.as_slice()[outputs.clone()]);
-    for first in (0..rows).step_by(block) {
-        let count = block.min(rows - first);
+    for first in (0..rows).step_by(BLOCK_ROWS) {
+        let count = BLOCK_ROWS.min(rows - first);
         let [y, sums] = scratch.floats([count * width, product::scratch(count)]);
         let x = PackedRows { first: x.first + first, ..x };
         isa.run(Product { matrix: &linear.weight, outputs: outputs.clone(), x, rows: count, sums, y });
@@ -203,7 +197,7 @@ fn joint(
     }
     let (isa, work) = (cpu.isa, &cpu.dense);
     let stride = out.width();
-    let columns = outputs_a_task(rows, width, &first.weight);
+    let columns = outputs_a_task(cpu.threads(), rows, width, first.weight.columns());
     let panels = Panels::new(out.as_mut_slice(), rows, stride, start, width, columns);
     cpu.pool.split(panels, |_, mut panel: Panel<'_>, scratch| {
         let (begin, end) = (panel.start(), panel.start() + panel.width());
@@ -225,7 +219,7 @@ fn joint(
 /// `act = silu(min(gate x, limit)) * clamp(up x, -limit, limit)` of the first `rows` packed rows.
 pub(super) fn gated(cpu: &Cpu, rows: usize, weights: &Swiglu<Cpu>, limit: f32, act: &mut CpuBuffer) {
     let (width, stride) = (weights.gate.weight.out(), act.width());
-    let columns = outputs_a_task(rows, 2 * width, &weights.gate.weight).min(width);
+    let columns = outputs_a_task(cpu.threads(), rows, width, 2 * weights.gate.weight.columns());
     let panels = Panels::new(act.as_mut_slice(), rows, stride, 0, width, columns);
     cpu.pool.split(panels, |_, mut panel, scratch| {
         let columns = panel.start()..panel.start() + panel.width();

@@ -197,18 +197,6 @@ fn pack_for<'a>(
     Ok(())
 }
 
-/// Columns of a task that goes through all chosen experts.
-fn columns_a_task(routing: &CpuRouting, choices: usize, matrix: &CpuMatrix) -> usize {
-    // A task reads its columns of every chosen expert: several small pieces may make it worth while.
-    let used = routing.num_experts().min(choices).max(1);
-    let (out, columns) = (matrix.out(), matrix.columns());
-    if choices * out * columns < 1 << 16 {
-        return out.max(1);
-    }
-    let row_bytes = matrix.bytes() / out.max(1);
-    ((1 << 15) / (row_bytes * used).max(1)).clamp(16, 64).next_multiple_of(4)
-}
-
 /// [`crate::Backend::moe_up`].
 pub(super) fn moe_up(
     cpu: &mut Cpu,
@@ -228,7 +216,7 @@ pub(super) fn moe_up(
     pack_for(cpu, rows, Input::of(x, input), all)?;
     let cpu = &*cpu;
     let stride = act.width();
-    let columns = columns_a_task(routing, choices, &experts.routed[0].gate.weight).min(width);
+    let columns = dense::outputs_a_task(cpu.threads(), choices, width, 2 * input);
     let panels = Panels::new(act.as_mut_slice(), choices, stride, 0, width, columns);
     cpu.pool.split(panels, |_, mut panel, scratch| {
         let columns = panel.start()..panel.start() + panel.width();
@@ -268,7 +256,7 @@ pub(super) fn moe_down(
     pack_for(cpu, choices, Input::of(act, width), experts.routed.iter().map(|e| &e.down.weight))?;
     let isa = cpu.isa;
     let stride = out.width();
-    let columns = columns_a_task(routing, choices, &experts.routed[0].down.weight).min(hidden);
+    let columns = dense::outputs_a_task(cpu.threads(), choices, hidden, width);
     let panels = Panels::new(out.as_mut_slice(), rows, stride, 0, hidden, columns);
     let work = &cpu.dense;
     cpu.pool.split(panels, |_, mut panel, scratch| {
@@ -290,7 +278,7 @@ pub(super) fn moe_down(
     shared_act.require("moe_down: the shared activation", rows, width)?;
     pack_for(cpu, rows, Input::of(shared_act, width), std::iter::once(&shared.down.weight))?;
     let work = &cpu.dense;
-    let columns = dense::outputs_a_task(rows, hidden, &shared.down.weight);
+    let columns = dense::outputs_a_task(cpu.threads(), rows, hidden, width);
     let panels = Panels::new(out.as_mut_slice(), rows, stride, 0, hidden, columns);
     cpu.pool.split(panels, |_, mut panel, scratch| {
         let columns = panel.start()..panel.start() + panel.width();

@@ -120,44 +120,52 @@ impl Simd for Avx2 {
         }
     }
     #[inline(always)]
-    fn f32_bytes(self, block: &[u8; 64]) -> Self::V {
-        let words = self.words(block);
-        halves!(_mm256_castsi256_ps(words))
+    unsafe fn load_at(self, x: *const f32) -> Self::V {
+        // SAFETY: as in `halves`; the caller vouches for the address.
+        unsafe { (_mm256_loadu_ps(x), _mm256_loadu_ps(x.add(8))) }
     }
     #[inline(always)]
-    fn bf16(self, block: &[u8; 64], half: usize) -> Self::V {
-        let words = self.words(block);
-        // SAFETY: as in `halves`.
-        let words = unsafe {
-            if half == 0 {
-                (_mm256_slli_epi32::<16>(words.0), _mm256_slli_epi32::<16>(words.1))
-            } else {
-                let high = _mm256_set1_epi32(0xffff_0000_u32.cast_signed());
-                (_mm256_and_si256(words.0, high), _mm256_and_si256(words.1, high))
-            }
-        };
-        halves!(_mm256_castsi256_ps(words))
+    fn words(self, block: &[u8; 64]) -> Self::W {
+        // SAFETY: the block has 64 bytes.
+        unsafe { self.words_at(block.as_ptr()) }
     }
     #[allow(clippy::cast_ptr_alignment, reason = "the loads take any address")]
     #[inline(always)]
-    fn words(self, block: &[u8; 64]) -> Self::W {
-        let (low, high) = (block.as_ptr().cast::<__m256i>(), block[32..].as_ptr().cast::<__m256i>());
-        // SAFETY: as in `halves`; both halves lie in the block, and these loads need no alignment.
-        unsafe { (_mm256_loadu_si256(low), _mm256_loadu_si256(high)) }
+    unsafe fn words_at(self, block: *const u8) -> Self::W {
+        // SAFETY: as in `halves`; the caller vouches for the address.
+        unsafe { (_mm256_loadu_si256(block.cast()), _mm256_loadu_si256(block.add(32).cast())) }
     }
     #[inline(always)]
-    fn codes(self, words: Self::W, p: u32) -> Self::V {
+    fn as_f32(self, words: Self::W) -> Self::V {
+        halves!(_mm256_castsi256_ps(words))
+    }
+    #[inline(always)]
+    fn low_bf16(self, words: Self::W) -> Self::V {
+        // SAFETY: as in `halves`.
+        self.as_f32(unsafe { (_mm256_slli_epi32::<16>(words.0), _mm256_slli_epi32::<16>(words.1)) })
+    }
+    #[inline(always)]
+    fn high_bf16(self, words: Self::W) -> Self::V {
+        // SAFETY: as in `halves`.
+        let high = unsafe { _mm256_set1_epi32(0xffff_0000_u32.cast_signed()) };
+        let high = (high, high);
+        self.as_f32(halves!(_mm256_and_si256(words, high)))
+    }
+    #[inline(always)]
+    fn codes(self, words: Self::W) -> Self::V {
         #[inline(always)]
-        unsafe fn half(words: __m256i, shift: __m256i) -> __m256 {
+        unsafe fn half(words: __m256i) -> __m256 {
             // SAFETY: passed on to the caller.
             unsafe {
-                let nibble = _mm256_and_si256(_mm256_srlv_epi32(words, shift), _mm256_set1_epi32(15));
+                let nibble = _mm256_and_si256(words, _mm256_set1_epi32(15));
                 _mm256_sub_ps(_mm256_cvtepi32_ps(nibble), _mm256_set1_ps(8.0))
             }
         }
+        halves!(half(words))
+    }
+    #[inline(always)]
+    fn next_nibble(self, words: Self::W) -> Self::W {
         // SAFETY: as in `halves`.
-        let shift = unsafe { _mm256_set1_epi32(4 * p.cast_signed()) };
-        let shift = (shift, shift);
-        halves!(half(words, shift))
+        unsafe { (_mm256_srli_epi32::<4>(words.0), _mm256_srli_epi32::<4>(words.1)) }
     }
 }

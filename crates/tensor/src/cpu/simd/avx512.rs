@@ -24,7 +24,8 @@ const CODES: [f32; LANES] = [-8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0, 0.0
 /// Calls intrinsics that need the proof.
 macro_rules! proved {
     ($e:expr) => {{
-        // SAFETY: a value of `Avx512` exists only where the features do; loads and stores go to arrays of their size.
+        // SAFETY: a value of `Avx512` exists only where the features do; loads and stores go to arrays of their size, or the
+        // caller vouches for the address.
         unsafe { $e }
     }};
 }
@@ -108,28 +109,36 @@ impl Simd for Avx512 {
         })
     }
     #[inline(always)]
-    fn f32_bytes(self, block: &[u8; 64]) -> __m512 {
-        proved!(_mm512_castsi512_ps(self.words(block)))
-    }
-    #[inline(always)]
-    fn bf16(self, block: &[u8; 64], half: usize) -> __m512 {
-        let words = self.words(block);
-        proved!(_mm512_castsi512_ps(if half == 0 {
-            _mm512_slli_epi32::<16>(words)
-        } else {
-            _mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))
-        }))
+    unsafe fn load_at(self, x: *const f32) -> __m512 {
+        proved!(_mm512_loadu_ps(x))
     }
     #[inline(always)]
     fn words(self, block: &[u8; 64]) -> __m512i {
         proved!(_mm512_loadu_si512(block.as_ptr().cast()))
     }
     #[inline(always)]
-    fn codes(self, words: __m512i, p: u32) -> __m512 {
+    unsafe fn words_at(self, block: *const u8) -> __m512i {
+        proved!(_mm512_loadu_si512(block.cast()))
+    }
+    #[inline(always)]
+    fn as_f32(self, words: __m512i) -> __m512 {
+        proved!(_mm512_castsi512_ps(words))
+    }
+    #[inline(always)]
+    fn low_bf16(self, words: __m512i) -> __m512 {
+        proved!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(words)))
+    }
+    #[inline(always)]
+    fn high_bf16(self, words: __m512i) -> __m512 {
+        proved!(_mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))))
+    }
+    #[inline(always)]
+    fn codes(self, words: __m512i) -> __m512 {
         // The permutation looks at the lowest four bits of an index alone.
-        proved!({
-            let index = _mm512_srlv_epi32(words, _mm512_set1_epi32(4 * p.cast_signed()));
-            _mm512_permutexvar_ps(index, _mm512_loadu_ps(CODES.as_ptr()))
-        })
+        proved!(_mm512_permutexvar_ps(words, _mm512_loadu_ps(CODES.as_ptr())))
+    }
+    #[inline(always)]
+    fn next_nibble(self, words: __m512i) -> __m512i {
+        proved!(_mm512_srli_epi32::<4>(words))
     }
 }

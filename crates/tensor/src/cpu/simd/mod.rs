@@ -173,14 +173,28 @@ pub trait Simd: Copy {
     fn select_negative(self, x: Self::V, a: Self::V, b: Self::V) -> Self::V;
     /// The sum of the lanes: lane `i` plus lane `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
     fn sum(self, v: Self::V) -> f32;
-    /// Sixteen little-endian f32.
-    fn f32_bytes(self, block: &[u8; 64]) -> Self::V;
-    /// Widens half of 32 BF16: lane `w` holds element `2 w + half`, `half` 0 or 1.
-    fn bf16(self, block: &[u8; 64], half: usize) -> Self::V;
+    /// Sixteen values at any address.
+    ///
+    /// # Safety
+    /// 64 bytes at `x` must be readable.
+    unsafe fn load_at(self, x: *const f32) -> Self::V;
     /// Sixteen little-endian words.
     fn words(self, block: &[u8; 64]) -> Self::W;
-    /// `nibble - 8` of nibble `p` of each word, `p` below 8.
-    fn codes(self, words: Self::W, p: u32) -> Self::V;
+    /// Sixteen little-endian words at any address.
+    ///
+    /// # Safety
+    /// 64 bytes at `block` must be readable.
+    unsafe fn words_at(self, block: *const u8) -> Self::W;
+    /// The words' bits as f32.
+    fn as_f32(self, words: Self::W) -> Self::V;
+    /// The BF16 in the low halves of the words.
+    fn low_bf16(self, words: Self::W) -> Self::V;
+    /// The BF16 in the high halves of the words.
+    fn high_bf16(self, words: Self::W) -> Self::V;
+    /// `nibble - 8` of the lowest nibble of each word.
+    fn codes(self, words: Self::W) -> Self::V;
+    /// The words shifted right by a nibble.
+    fn next_nibble(self, words: Self::W) -> Self::W;
     /// Hints that the line at `address` (any address) will be read.
     #[inline(always)]
     fn prefetch(self, address: *const u8) {

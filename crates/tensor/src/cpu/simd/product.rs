@@ -1,9 +1,11 @@
 //! Products of stored weights with packed activations: `y[row, o] = W[o] . x[row]`.
 //!
 //! Every sum has sixteen lanes that run over the columns in the order of [`super::pack`]; an INT4 group is summed first and
-//! enters its row's sum by one more fused multiply-add with the scale. A tile of several outputs and rows shares loads, and
-//! long rows are taken in pieces whose weights stay in the first-level cache while the rows of activations go by; but each
-//! sum is its own and goes on where it was, so a result depends neither on the tiling nor on the pieces.
+//! enters its row's sum by one more fused multiply-add with the scale.
+//!
+//! A tile of several outputs and rows shares loads, and long rows are taken in pieces: a piece of the tile's activations
+//! stays in the first-level cache while the weights go by. But each sum is its own and goes on where it was, so a result
+//! depends neither on the tiling nor on the pieces.
 
 #![allow(clippy::needless_range_loop, reason = "tiles are indexed by output and row alike")]
 
@@ -12,12 +14,11 @@ use std::ops::Range;
 use super::{Kernel, Simd};
 use crate::cpu::types::{CpuMatrix, GROUP, LANES, widen};
 
-/// Outputs of a tile.
-const WIDE_OUTPUTS: usize = 8;
-const NARROW_OUTPUTS: usize = 4;
+/// Columns of a piece, a multiple of every block.
+const PIECE: usize = 1024;
 
-/// Blocks of 64 bytes of a row that are taken at a time when there are several rows of activations.
-const PIECE: usize = 32;
+/// Outputs that go through all pieces together.
+const STRIP: usize = 64;
 
 /// Packed rows that a product reads: row `i` of the product is row `list[first + i] / divisor` of `data`, or row `first + i`
 /// without a list.
@@ -45,7 +46,7 @@ impl<'a> PackedRows<'a> {
 
 /// f32 of scratch that a product of `rows` rows needs.
 pub(crate) const fn scratch(rows: usize) -> usize {
-    rows * WIDE_OUTPUTS * LANES
+    if rows == 1 { 0 } else { rows * STRIP * LANES }
 }
 
 /// Some outputs of some rows.
@@ -91,17 +92,21 @@ impl Kernel for Product<'_> {
 
 /// Stored rows of one kind.
 trait Weights: Copy {
-    /// Blocks of a row, the last one possibly partial.
-    fn blocks(self) -> usize;
+    /// Columns of a block.
+    const BLOCK: usize;
 
-    /// Adds the products of a piece of the columns to the sums of `O` outputs (from `output` on) with `R` rows. Asks for the
-    /// same piece of the next `O` outputs in advance.
+    /// Columns of a row.
+    fn columns(self) -> usize;
+
+    /// Adds the products of some blocks of the columns to the sums of `O` outputs (from `output` on) with `R` rows. When the
+    /// weights are `fresh`, not in a cache yet, later ones are asked for in advance.
     fn add<S: Simd, const O: usize, const R: usize>(
         self,
         simd: S,
         output: usize,
-        piece: Range<usize>,
+        blocks: Range<usize>,
         x: [&[f32]; R],
+        fresh: bool,
         sums: &mut [[S::V; O]; R],
     );
 }
@@ -116,48 +121,84 @@ struct Task<'a> {
     y: &'a mut [f32],
 }
 
+/// Where a tile is.
+#[derive(Clone, Copy)]
+struct Place {
+    column: usize,
+    row: usize,
+    /// First column of the strip.
+    strip: usize,
+}
+
 impl Task<'_> {
     #[inline(always)]
     fn run<S: Simd, W: Weights>(mut self, simd: S, weights: W) {
-        let mut column = 0;
-        while column < self.width {
-            let left = self.width - column;
-            column += if S::WIDE && left >= WIDE_OUTPUTS {
-                self.strip::<S, W, WIDE_OUTPUTS>(simd, weights, column)
-            } else if left >= NARROW_OUTPUTS {
-                self.strip::<S, W, NARROW_OUTPUTS>(simd, weights, column)
-            } else {
-                self.strip::<S, W, 1>(simd, weights, column)
-            };
+        let blocks = weights.columns().div_ceil(W::BLOCK);
+        if self.rows == 1 {
+            // Weights are used once, so there is nothing to keep near. Many outputs at a time cover the latency of a sum.
+            let mut column = 0;
+            while column < self.width {
+                let place = Place { column, row: 0, strip: 0 };
+                column += match self.width - column {
+                    left if S::WIDE && left >= 8 => self.tile::<S, W, 8, 1>(simd, weights, place, 0..blocks, blocks),
+                    left if left >= 4 => self.tile::<S, W, 4, 1>(simd, weights, place, 0..blocks, blocks),
+                    _ => self.tile::<S, W, 1, 1>(simd, weights, place, 0..blocks, blocks),
+                };
+            }
+            return;
+        }
+        for strip in (0..self.width).step_by(STRIP) {
+            let end = self.width.min(strip + STRIP);
+            let mut begin = 0;
+            loop {
+                let piece = begin..blocks.min(begin + PIECE / W::BLOCK);
+                let mut row = 0;
+                while row < self.rows {
+                    row += match self.rows - row {
+                        left if S::WIDE && left >= 4 => {
+                            self.outputs::<S, W, 4, 4>(simd, weights, row, strip..end, piece.clone(), blocks)
+                        }
+                        left if S::WIDE && left == 3 => {
+                            self.outputs::<S, W, 4, 3>(simd, weights, row, strip..end, piece.clone(), blocks)
+                        }
+                        left if S::WIDE && left == 2 => {
+                            self.outputs::<S, W, 4, 2>(simd, weights, row, strip..end, piece.clone(), blocks)
+                        }
+                        left if !S::WIDE && left >= 2 => {
+                            self.outputs::<S, W, 2, 2>(simd, weights, row, strip..end, piece.clone(), blocks)
+                        }
+                        _ => self.outputs::<S, W, 4, 1>(simd, weights, row, strip..end, piece.clone(), blocks),
+                    };
+                }
+                begin = piece.end;
+                if begin >= blocks {
+                    break;
+                }
+            }
         }
     }
 
-    /// `O` outputs with all rows.
+    /// A piece of the columns of a strip of outputs with `R` rows.
     #[inline(always)]
-    fn strip<S: Simd, W: Weights, const O: usize>(&mut self, simd: S, weights: W, column: usize) -> usize {
-        let blocks = weights.blocks();
-        // One row needs no pieces: nothing is used twice.
-        let size = if self.rows == 1 { blocks } else { PIECE };
-        let mut begin = 0;
-        loop {
-            let piece = begin..blocks.min(begin + size);
-            let mut row = 0;
-            while row < self.rows {
-                let left = self.rows - row;
-                // A tile's sums, its activations and a weight fill the registers.
-                row += if S::WIDE && (left == 3 || left > 4) {
-                    self.tile::<S, W, O, 3>(simd, weights, column, row, piece.clone(), blocks)
-                } else if (S::WIDE || O == 1) && left >= 2 {
-                    self.tile::<S, W, O, 2>(simd, weights, column, row, piece.clone(), blocks)
-                } else {
-                    self.tile::<S, W, O, 1>(simd, weights, column, row, piece.clone(), blocks)
-                };
-            }
-            begin = piece.end;
-            if begin >= blocks {
-                return O;
-            }
+    fn outputs<S: Simd, W: Weights, const O: usize, const R: usize>(
+        &mut self,
+        simd: S,
+        weights: W,
+        row: usize,
+        strip: Range<usize>,
+        piece: Range<usize>,
+        blocks: usize,
+    ) -> usize {
+        let mut column = strip.start;
+        while column < strip.end {
+            let place = Place { column, row, strip: strip.start };
+            column += if strip.end - column >= O {
+                self.tile::<S, W, O, R>(simd, weights, place, piece.clone(), blocks)
+            } else {
+                self.tile::<S, W, 1, R>(simd, weights, place, piece.clone(), blocks)
+            };
         }
+        R
     }
 
     /// A piece of the columns of `O` outputs with `R` rows.
@@ -166,51 +207,64 @@ impl Task<'_> {
         &mut self,
         simd: S,
         weights: W,
-        column: usize,
-        row: usize,
+        place: Place,
         piece: Range<usize>,
         blocks: usize,
     ) -> usize {
+        let Place { column, row, strip } = place;
         let mut sums = [[simd.splat(0.0); O]; R];
-        let kept = &mut self.sums[row * WIDE_OUTPUTS..(row + R) * WIDE_OUTPUTS];
         if piece.start > 0 {
             for r in 0..R {
                 for o in 0..O {
-                    sums[r][o] = simd.load(&kept[r * WIDE_OUTPUTS + o]);
+                    sums[r][o] = simd.load(&self.sums[(row + r) * STRIP + column - strip + o]);
                 }
             }
         }
         let mut inputs = [self.x.data; R];
-        for (r, input) in inputs.iter_mut().enumerate() {
-            *input = self.x.row(row + r);
+        for r in 0..R {
+            inputs[r] = self.x.row(row + r);
         }
         let last = piece.end == blocks;
-        weights.add::<S, O, R>(simd, self.first + column, piece, inputs, &mut sums);
+        weights.add::<S, O, R>(simd, self.first + column, piece, inputs, row == 0, &mut sums);
         for r in 0..R {
             for o in 0..O {
                 if last {
                     self.y[(row + r) * self.width + column + o] = simd.sum(sums[r][o]);
                 } else {
-                    simd.store(sums[r][o], &mut kept[r * WIDE_OUTPUTS + o]);
+                    simd.store(sums[r][o], &mut self.sums[(row + r) * STRIP + column - strip + o]);
                 }
             }
         }
-        R
+        O
     }
 }
 
-/// Splits `O` rows of `size` bytes into whole blocks and copies of the partial last blocks, padded with zeros.
+/// How many bytes ahead weights are asked for: the same place in the next tile, or, where rows are so long that the hardware
+/// notices them, some lines.
 #[inline(always)]
-fn byte_rows<const O: usize>(bytes: &[u8], output: usize, size: usize) -> ([&[[u8; 64]]; O], [[u8; 64]; O]) {
-    let (mut whole, mut last) = ([&[] as &[[u8; 64]]; O], [[0; 64]; O]);
+fn ahead(tile_bytes: usize) -> usize {
+    if tile_bytes <= 1 << 14 { tile_bytes } else { 1 << 10 }
+}
+
+/// Pointers to `O` rows of `size` bytes that start with `output`.
+#[inline(always)]
+fn row_pointers<const O: usize>(bytes: &[u8], output: usize, size: usize) -> [*const u8; O] {
+    let rows = &bytes[output * size..(output + O) * size];
+    let mut pointers = [rows.as_ptr(); O];
     for o in 0..O {
-        let (blocks, rest) = bytes[(output + o) * size..(output + o + 1) * size].as_chunks::<64>();
-        whole[o] = blocks;
-        if !size.is_multiple_of(64) {
-            last[o][..rest.len()].copy_from_slice(rest);
-        }
+        pointers[o] = rows[o * size..].as_ptr();
     }
-    (whole, last)
+    pointers
+}
+
+/// Pointers to activations of at least `len` values.
+#[inline(always)]
+fn input_pointers<const R: usize>(x: [&[f32]; R], len: usize) -> [*const f32; R] {
+    let mut pointers = [std::ptr::null(); R];
+    for r in 0..R {
+        pointers[r] = x[r][..len].as_ptr();
+    }
+    pointers
 }
 
 /// BF16 rows.
@@ -221,9 +275,11 @@ struct Bf16<'a> {
 }
 
 impl Weights for Bf16<'_> {
+    const BLOCK: usize = 2 * LANES;
+
     #[inline(always)]
-    fn blocks(self) -> usize {
-        (2 * self.columns).div_ceil(64)
+    fn columns(self) -> usize {
+        self.columns
     }
 
     #[inline(always)]
@@ -231,44 +287,47 @@ impl Weights for Bf16<'_> {
         self,
         simd: S,
         output: usize,
-        piece: Range<usize>,
+        blocks: Range<usize>,
         x: [&[f32]; R],
+        fresh: bool,
         sums: &mut [[S::V; O]; R],
     ) {
         let size = 2 * self.columns;
-        let (rows, last) = byte_rows::<O>(self.bytes, output, size);
-        let whole = piece.end.min(size / 64);
-        let mut inputs = [&[] as &[[[f32; LANES]; 2]]; R];
-        for r in 0..R {
-            inputs[r] = &x[r].as_chunks::<LANES>().0.as_chunks::<2>().0[..piece.end];
-        }
-        for o in 0..O {
-            assert!(rows[o].len() >= whole, "the piece lies in the row");
-        }
-        for b in piece.start..whole {
+        let rows = row_pointers::<O>(self.bytes, output, size);
+        let inputs = input_pointers(x, blocks.end * Self::BLOCK);
+        let ahead = ahead(O * size);
+        let whole = blocks.end.min(size / 64);
+        for b in blocks.start..whole {
+            let mut even = [simd.splat(0.0); R];
+            let mut odd = even;
+            for r in 0..R {
+                // SAFETY: `input_pointers` has found all blocks in the row.
+                (even[r], odd[r]) =
+                    unsafe { (simd.load_at(inputs[r].add(32 * b)), simd.load_at(inputs[r].add(32 * b + 16))) };
+            }
             for o in 0..O {
-                simd.prefetch(rows[o][b].as_ptr().wrapping_add(O * size));
-            }
-            for half in 0..2 {
-                let mut activations = [simd.splat(0.0); R];
-                for r in 0..R {
-                    activations[r] = simd.load(&inputs[r][b][half]);
+                if fresh {
+                    simd.prefetch(rows[o].wrapping_add(64 * b + ahead));
                 }
-                for o in 0..O {
-                    let w = simd.bf16(&rows[o][b], half);
-                    for r in 0..R {
-                        sums[r][o] = simd.fma(w, activations[r], sums[r][o]);
-                    }
+                // SAFETY: `row_pointers` has found whole rows, and the block is whole.
+                let words = unsafe { simd.words_at(rows[o].add(64 * b)) };
+                let (first, second) = (simd.low_bf16(words), simd.high_bf16(words));
+                for r in 0..R {
+                    sums[r][o] = simd.fma(second, odd[r], simd.fma(first, even[r], sums[r][o]));
                 }
             }
         }
-        if whole < piece.end {
-            for half in 0..2 {
-                for o in 0..O {
-                    let w = simd.bf16(&last[o], half);
-                    for r in 0..R {
-                        sums[r][o] = simd.fma(w, simd.load(&inputs[r][whole][half]), sums[r][o]);
-                    }
+        if whole < blocks.end {
+            let rest = size % 64;
+            for o in 0..O {
+                let mut last = [0; 64];
+                last[..rest].copy_from_slice(&self.bytes[(output + o + 1) * size - rest..(output + o + 1) * size]);
+                let words = simd.words(&last);
+                let (first, second) = (simd.low_bf16(words), simd.high_bf16(words));
+                for r in 0..R {
+                    let x = &x[r].as_chunks::<LANES>().0[2 * whole..];
+                    sums[r][o] = simd.fma(first, simd.load(&x[0]), sums[r][o]);
+                    sums[r][o] = simd.fma(second, simd.load(&x[1]), sums[r][o]);
                 }
             }
         }
@@ -283,9 +342,11 @@ struct F32<'a> {
 }
 
 impl Weights for F32<'_> {
+    const BLOCK: usize = LANES;
+
     #[inline(always)]
-    fn blocks(self) -> usize {
-        (4 * self.columns).div_ceil(64)
+    fn columns(self) -> usize {
+        self.columns
     }
 
     #[inline(always)]
@@ -293,29 +354,41 @@ impl Weights for F32<'_> {
         self,
         simd: S,
         output: usize,
-        piece: Range<usize>,
+        blocks: Range<usize>,
         x: [&[f32]; R],
+        fresh: bool,
         sums: &mut [[S::V; O]; R],
     ) {
         let size = 4 * self.columns;
-        let (rows, last) = byte_rows::<O>(self.bytes, output, size);
-        let whole = piece.end.min(size / 64);
-        let mut inputs = [&[] as &[[f32; LANES]]; R];
-        for r in 0..R {
-            inputs[r] = &x[r].as_chunks::<LANES>().0[..piece.end];
-        }
-        for o in 0..O {
-            assert!(rows[o].len() >= whole, "the piece lies in the row");
-        }
-        for b in piece.start..piece.end {
+        let rows = row_pointers::<O>(self.bytes, output, size);
+        let inputs = input_pointers(x, blocks.end * Self::BLOCK);
+        let ahead = ahead(O * size);
+        let whole = blocks.end.min(size / 64);
+        for b in blocks.start..whole {
             let mut activations = [simd.splat(0.0); R];
             for r in 0..R {
-                activations[r] = simd.load(&inputs[r][b]);
+                // SAFETY: `input_pointers` has found all blocks in the row.
+                activations[r] = unsafe { simd.load_at(inputs[r].add(16 * b)) };
             }
             for o in 0..O {
-                let w = simd.f32_bytes(if b < whole { &rows[o][b] } else { &last[o] });
+                if fresh {
+                    simd.prefetch(rows[o].wrapping_add(64 * b + ahead));
+                }
+                // SAFETY: `row_pointers` has found whole rows, and the block is whole.
+                let w = simd.as_f32(unsafe { simd.words_at(rows[o].add(64 * b)) });
                 for r in 0..R {
                     sums[r][o] = simd.fma(w, activations[r], sums[r][o]);
+                }
+            }
+        }
+        if whole < blocks.end {
+            let rest = size % 64;
+            for o in 0..O {
+                let mut last = [0; 64];
+                last[..rest].copy_from_slice(&self.bytes[(output + o + 1) * size - rest..(output + o + 1) * size]);
+                let w = simd.as_f32(simd.words(&last));
+                for r in 0..R {
+                    sums[r][o] = simd.fma(w, simd.load(&x[r].as_chunks::<LANES>().0[whole]), sums[r][o]);
                 }
             }
         }
@@ -331,9 +404,11 @@ struct Int4<'a> {
 }
 
 impl Weights for Int4<'_> {
+    const BLOCK: usize = GROUP;
+
     #[inline(always)]
-    fn blocks(self) -> usize {
-        self.columns / GROUP
+    fn columns(self) -> usize {
+        self.columns
     }
 
     #[inline(always)]
@@ -341,33 +416,41 @@ impl Weights for Int4<'_> {
         self,
         simd: S,
         output: usize,
-        piece: Range<usize>,
+        blocks: Range<usize>,
         x: [&[f32]; R],
+        fresh: bool,
         sums: &mut [[S::V; O]; R],
     ) {
-        let groups = self.blocks();
-        let mut words = [&[] as &[[u8; 64]]; O];
+        let groups = self.columns / GROUP;
+        let size = 64 * groups;
+        let rows = row_pointers::<O>(self.packed, output, size);
+        let inputs = input_pointers(x, blocks.end * Self::BLOCK);
+        let ahead = ahead(O * size);
         let mut scales = [&[] as &[[u8; 2]]; O];
         for o in 0..O {
-            words[o] = &self.packed.as_chunks::<64>().0[(output + o) * groups..(output + o + 1) * groups][..piece.end];
-            scales[o] = &self.scale.as_chunks::<2>().0[(output + o) * groups..(output + o + 1) * groups][..piece.end];
+            scales[o] = &self.scale.as_chunks::<2>().0[(output + o) * groups..][..blocks.end];
         }
-        let mut inputs = [&[] as &[[[f32; LANES]; 8]]; R];
-        for r in 0..R {
-            inputs[r] = &x[r].as_chunks::<LANES>().0.as_chunks::<8>().0[..piece.end];
-        }
-        for g in piece {
+        for g in blocks {
+            let zero = simd.splat(0.0);
+            let mut group = [[zero; O]; R];
+            // SAFETY: `row_pointers` has found whole rows, which have this group.
+            let mut words = [unsafe { simd.words_at(rows[0].add(64 * g)) }; O];
             for o in 0..O {
-                simd.prefetch(words[o][g].as_ptr().wrapping_add(O * groups * 64));
+                if fresh {
+                    simd.prefetch(rows[o].wrapping_add(64 * g + ahead));
+                }
+                // SAFETY: as above.
+                words[o] = unsafe { simd.words_at(rows[o].add(64 * g)) };
             }
-            let mut group = [[simd.splat(0.0); O]; R];
             for p in 0..8 {
-                let mut activations = [simd.splat(0.0); R];
+                let mut activations = [zero; R];
                 for r in 0..R {
-                    activations[r] = simd.load(&inputs[r][g][p]);
+                    // SAFETY: `input_pointers` has found all groups in the row.
+                    activations[r] = unsafe { simd.load_at(inputs[r].add(GROUP * g + LANES * p)) };
                 }
                 for o in 0..O {
-                    let codes = simd.codes(simd.words(&words[o][g]), p as u32);
+                    let codes = simd.codes(words[o]);
+                    words[o] = simd.next_nibble(words[o]);
                     for r in 0..R {
                         group[r][o] = simd.fma(codes, activations[r], group[r][o]);
                     }

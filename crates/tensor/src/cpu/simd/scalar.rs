@@ -84,13 +84,9 @@ impl Simd for Scalar {
         (b[0] + b[2]) + (b[1] + b[3])
     }
     #[inline(always)]
-    fn f32_bytes(self, block: &[u8; 64]) -> Self::V {
-        self.words(block).map(f32::from_bits)
-    }
-    #[inline(always)]
-    fn bf16(self, block: &[u8; 64], half: usize) -> Self::V {
-        let words = self.words(block);
-        if half == 0 { words.map(|w| f32::from_bits(w << 16)) } else { words.map(|w| f32::from_bits(w & 0xffff_0000)) }
+    unsafe fn load_at(self, x: *const f32) -> Self::V {
+        // SAFETY: passed on to the caller; the read needs no alignment.
+        unsafe { x.cast::<[f32; LANES]>().read_unaligned() }
     }
     #[inline(always)]
     fn words(self, block: &[u8; 64]) -> Self::W {
@@ -98,7 +94,28 @@ impl Simd for Scalar {
         std::array::from_fn(|i| u32::from_le_bytes(words[i]))
     }
     #[inline(always)]
-    fn codes(self, words: Self::W, p: u32) -> Self::V {
-        words.map(|w| ((w >> (4 * p)) & 15) as f32 - 8.0)
+    unsafe fn words_at(self, block: *const u8) -> Self::W {
+        // SAFETY: passed on to the caller; bytes need no alignment.
+        self.words(unsafe { &*block.cast::<[u8; 64]>() })
+    }
+    #[inline(always)]
+    fn as_f32(self, words: Self::W) -> Self::V {
+        words.map(f32::from_bits)
+    }
+    #[inline(always)]
+    fn low_bf16(self, words: Self::W) -> Self::V {
+        words.map(|w| f32::from_bits(w << 16))
+    }
+    #[inline(always)]
+    fn high_bf16(self, words: Self::W) -> Self::V {
+        words.map(|w| f32::from_bits(w & 0xffff_0000))
+    }
+    #[inline(always)]
+    fn codes(self, words: Self::W) -> Self::V {
+        words.map(|w| (w & 15) as f32 - 8.0)
+    }
+    #[inline(always)]
+    fn next_nibble(self, words: Self::W) -> Self::W {
+        words.map(|w| w >> 4)
     }
 }
