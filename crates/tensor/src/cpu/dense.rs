@@ -23,6 +23,9 @@ const TASK_OUTPUTS: usize = 64;
 /// Rows that a task takes at a time.
 const BLOCK_ROWS: usize = 64;
 
+/// f32 of a thread's scratch that the dense stages use.
+pub(super) const THREAD_SCRATCH: usize = BLOCK_ROWS * TASK_OUTPUTS + product::scratch(BLOCK_ROWS);
+
 /// Packed rows, one array an order.
 #[derive(Debug, Default)]
 pub(super) struct Workspace {
@@ -93,7 +96,8 @@ pub(super) fn pack(
         return Ok(());
     }
     let packed = work.of_mut(order);
-    packed.grow("packed activations", rows * stride)?;
+    // As much as the buffer can ever ask for, so that a later, larger step finds it there.
+    packed.grow("packed activations", rows.max(input.buffer.rows()) * stride)?;
     let packed = &mut packed.as_mut_slice()[..rows * stride];
     let rows_a_task = (WORTH_SPLITTING / stride.max(1)).max(1);
     pool.split(Chunks::new(packed, rows_a_task * stride), |task, chunk, _| {

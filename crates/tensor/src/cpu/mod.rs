@@ -125,7 +125,7 @@ impl Backend for Cpu {
 
     fn reserve(&mut self, rows: usize, width: usize, tokens: usize) -> Result<()> {
         self.dense.reserve(rows, width)?;
-        self.pool.reserve(8 * width.max(tokens));
+        self.pool.reserve((8 * width.max(tokens)).max(dense::THREAD_SCRATCH));
         for list in [&mut self.step.tokens, &mut self.step.logits, &mut self.step.pages] {
             list.clear();
             list.reserve(rows.max(tokens));

@@ -38,7 +38,7 @@ pub(super) fn route(
     let order = Order::of(gate);
     dense::pack(&cpu.pool, cpu.isa, &mut cpu.dense, order, rows, Input::of(x, gate.columns()))?;
     let mut scores = std::mem::take(&mut cpu.dense.scores);
-    scores.grow("router scores", 2 * rows * experts)?;
+    scores.grow("router scores", 2 * routing.rows() * experts)?;
     let packed = dense::packed(&cpu.dense, gate);
     let rows_a_task = ((1 << 16) / (experts * gate.columns()).max(1)).clamp(1, 64);
     let choices = rows * rule.top;

@@ -53,6 +53,10 @@ pub struct Scratch {
 }
 
 impl Scratch {
+    fn len(&self) -> usize {
+        self.floats.as_slice().len()
+    }
+
     /// Slices of the given lengths, each starting at a cache line, with arbitrary contents. Grows the scratch only when it
     /// has never been that large.
     ///
@@ -88,6 +92,8 @@ struct Shared {
     /// Counts calls; a change wakes spinning threads.
     calls: AtomicUsize,
     stop: AtomicBool,
+    /// Largest scratch of a thread.
+    most: AtomicUsize,
     /// What the first task that panicked in the open call panicked with.
     panic: Mutex<Option<Box<dyn Any + Send>>>,
     workers: Vec<Worker>,
@@ -112,6 +118,8 @@ pub struct Pool {
     threads: Vec<JoinHandle<()>>,
     /// Held by the calling thread for a call.
     caller: Mutex<Scratch>,
+    /// f32 that every thread's scratch has.
+    reserved: AtomicUsize,
 }
 
 impl fmt::Debug for Pool {
@@ -136,6 +144,7 @@ impl Pool {
             next: AtomicUsize::new(0),
             calls: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
+            most: AtomicUsize::new(0),
             panic: Mutex::new(None),
             workers: (0..others).map(|_| Worker::default()).collect(),
         });
@@ -149,7 +158,7 @@ impl Pool {
             })
             .collect();
         THREADS.fetch_add(threads.len() + 1, Ordering::Relaxed);
-        Self { shared, threads, caller: Mutex::default() }
+        Self { shared, threads, caller: Mutex::default(), reserved: AtomicUsize::new(0) }
     }
 
     /// Number of threads, the caller among them.
@@ -163,6 +172,7 @@ impl Pool {
         for worker in &self.shared.workers {
             lock(&worker.scratch).floats([floats]);
         }
+        self.reserved.fetch_max(floats, Ordering::Relaxed);
     }
 
     /// Calls `work(task, scratch)` once for each `task` in `0..tasks` and returns when all are done. Which thread runs which
@@ -201,7 +211,13 @@ impl Pool {
             spins += 1;
             if spins.is_multiple_of(1 << 10) { thread::yield_now() } else { std::hint::spin_loop() }
         }
+        // What one thread has needed, another one may need next time: growing together keeps memory from being asked for
+        // in the middle of later work.
+        let most = shared.most.fetch_max(scratch.len(), Ordering::Relaxed).max(scratch.len());
         drop(scratch);
+        if most > self.reserved.load(Ordering::Relaxed) {
+            self.reserve(most);
+        }
         if let Some(panic) = lock(&shared.panic).take() {
             resume_unwind(panic);
         }
@@ -272,7 +288,9 @@ impl Shared {
             if self.enter() {
                 // SAFETY: this thread is inside the gate, so the caller keeps the call as it is.
                 if let Some(call) = unsafe { *self.call.get() } {
-                    self.work(call, &mut lock(&worker.scratch));
+                    let mut scratch = lock(&worker.scratch);
+                    self.work(call, &mut scratch);
+                    self.most.fetch_max(scratch.len(), Ordering::Relaxed);
                 }
                 self.gate.fetch_sub(1, Ordering::Release);
             }

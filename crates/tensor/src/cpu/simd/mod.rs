@@ -23,6 +23,7 @@ pub(crate) mod product;
 mod scalar;
 pub(crate) mod streams;
 pub mod vector;
+mod weights;
 
 #[cfg(target_arch = "x86_64")]
 use avx2::Avx2;
