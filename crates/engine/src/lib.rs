@@ -8,7 +8,7 @@
 //! | [`pools`] | slots and pages with guards; one function says what a sequence needs |
 //! | [`sampling`] | logits to a token |
 //! | [`speculate`] | which drafts stand; exact |
-//! | [`draft`] | the draft layer's schedule |
+//! | `draft` | the draft layer's schedule |
 //! | [`score`] | log-probabilities of given tokens |
 //! | [`random`] | draws keyed by seed, position and purpose |
 //! | [`stats`] | what was done, how fast, how many drafts were right |
