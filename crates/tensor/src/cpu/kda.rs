@@ -17,14 +17,18 @@ use super::{
     cache::KdaUnit,
     simd::{
         Isa,
-        delta::{COLUMNS, DeltaRows, conv_silu, decays, delta, fold, gated_norm, normalize},
+        delta::{COLUMNS, DeltaRows, conv_silu, delta, exp_in_place, fold, gated_norm, log_decays, normalize},
         lanes,
     },
     types::{require, require_equal},
 };
 use crate::{KdaForm, KdaWeights, Placed, Result};
 
-/// Committed rows of a block.
+mod chunk;
+
+use chunk::Chunk;
+
+/// Committed rows of a block, and rows of a chunk.
 const BLOCK: usize = 64;
 
 /// What all heads read.
@@ -162,7 +166,7 @@ impl Stage<'_> {
         let (dim, inner) = (w.dim, w.heads * w.dim);
         let (rows, triple) = (block.rows, 3 * dim);
         let most = BLOCK + self.max_draft;
-        let [taps, raw, qkv, decay, beta, tile, update, o] = scratch.floats([
+        let [taps, raw, qkv, decay, beta, tile, update, o, work] = scratch.floats([
             self.taps * triple,
             (most + self.taps - 1) * triple,
             most * triple,
@@ -171,6 +175,7 @@ impl Stage<'_> {
             dim * COLUMNS,
             most * dim,
             most * dim,
+            if self.form == KdaForm::Chunked { chunk::work_floats(dim) } else { 0 },
         ]);
         let (qkv, decay) = (&mut qkv[..rows * triple], &mut decay[..rows * dim]);
         let (beta, update, o) = (&mut beta[..rows], &mut update[..rows * dim], &mut o[..rows * dim]);
@@ -200,12 +205,17 @@ impl Stage<'_> {
             normalize(isa, query_factor, q);
             normalize(isa, 1.0, &mut rest[..dim]);
             let f = &self.gates.row(row)[head * dim..][..dim];
-            decays(isa, w.gate_lower_bound, rate, f, bias, &mut decay[t * dim..][..dim]);
+            log_decays(isa, w.gate_lower_bound, rate, f, bias, &mut decay[t * dim..][..dim]);
             beta[t] = lanes::sigmoid(self.proj.row(row)[3 * inner + head]);
         }
 
-        let prepared = DeltaRows { qkv, decay, beta, dim };
-        delta(isa, &prepared, block.commit, &mut unit.state, tile, update, o);
+        if self.form == KdaForm::Chunked && block.commit == BLOCK {
+            Chunk { qkv, beta, dim }.run(isa, decay, work, &mut unit.state, o);
+        } else {
+            exp_in_place(isa, decay);
+            let prepared = DeltaRows { qkv, decay, beta, dim };
+            delta(isa, &prepared, block.commit, &mut unit.state, tile, update, o);
+        }
         for t in block.commit..rows {
             let record = unit.record_mut(block.position + t);
             let values = [&qkv[t * triple + dim..][..dim], &decay[t * dim..][..dim], &update[t * dim..][..dim]];

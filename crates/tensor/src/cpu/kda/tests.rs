@@ -364,6 +364,44 @@ fn all_devices_give_the_same_bits() {
 }
 
 #[test]
+fn chunked_form_agrees_with_the_recurrent_one() {
+    // With dt_bias far up every decay is e^-5 and a chunk's running sum falls to -320; far down there is no decay.
+    for (dim, shift) in [(20, 0.0), (64, 0.0), (64, 200.0), (64, -200.0), (128, 0.0)] {
+        let mut layer = Layer::new(2, dim);
+        layer.dt_bias.iter_mut().for_each(|b| *b += shift);
+        let rows: Vec<_> = (0..150).map(|p| layer.row(3, p)).collect();
+        let (outputs, state) = layer.definition(&rows);
+        let mut cache = layer.cache(1, 0);
+        let mut cpu = Cpu::new(1);
+        let found = layer.run(&mut cpu, KdaForm::Chunked, &mut cache, &[3], &[segment(0, 0, 150)]);
+        for (t, (found, expected)) in found.iter().zip(&outputs).enumerate() {
+            close(found, expected, 2e-5, &format!("row {t} of dim {dim}, shift {shift}"));
+        }
+        let top = state.iter().fold(0.0f64, |m, v| m.max(v.abs()));
+        close(&cpu.read_state(&cache, 1, 0).unwrap(), &state, 1e-5 * top.max(1.0), "state");
+    }
+}
+
+#[test]
+fn chunks_are_anchored_at_multiples_of_their_length() {
+    let layer = Layer::new(1, 32);
+    let run = |form, cuts: &[usize]| {
+        let (mut cpu, mut cache) = (Cpu::new(1), layer.cache(1, 0));
+        let mut found = Vec::new();
+        for &cut in cuts {
+            found.extend(layer.run(&mut cpu, form, &mut cache, &[2], &[segment(0, found.len(), cut)]));
+        }
+        bits(&found)
+    };
+    let whole = run(KdaForm::Chunked, &[200]);
+    assert_eq!(run(KdaForm::Chunked, &[64, 128, 8]), whole);
+    assert_eq!(run(KdaForm::Chunked, &[192, 5, 3]), whole);
+    // Cut elsewhere, no chunk is whole: the recurrent form.
+    assert_eq!(run(KdaForm::Chunked, &[50, 50, 28]), run(KdaForm::Recurrent, &[128]));
+    assert_ne!(run(KdaForm::Recurrent, &[200]), whole);
+}
+
+#[test]
 fn a_row_in_a_ragged_batch_equals_the_row_alone() {
     let layer = Layer::new(2, 32);
     let sequences = [10, 11, 12, 13];

@@ -33,10 +33,19 @@ multiversion! {
 }
 
 multiversion! {
-    /// Decay factors of one row: `decay[d] = exp(bound * sigmoid(rate (f[d] + bias[d])))` with `rate = exp(A_log)`.
-    pub(crate) fn decays(bound: f32, rate: f32, f: &[f32], bias: &[f32], decay: &mut [f32]) {
-        for ((e, f), bias) in decay.iter_mut().zip(f).zip(bias) {
-            *e = exp(bound * sigmoid(rate * (f + bias)));
+    /// Log-decays of one row: `g[d] = bound sigmoid(rate (f[d] + bias[d]))` with `rate = exp(A_log)`.
+    pub(crate) fn log_decays(bound: f32, rate: f32, f: &[f32], bias: &[f32], g: &mut [f32]) {
+        for ((g, f), bias) in g.iter_mut().zip(f).zip(bias) {
+            *g = bound * sigmoid(rate * (f + bias));
+        }
+    }
+}
+
+multiversion! {
+    /// `x = exp(x)`.
+    pub(crate) fn exp_in_place(x: &mut [f32]) {
+        for x in x {
+            *x = exp(*x);
         }
     }
 }

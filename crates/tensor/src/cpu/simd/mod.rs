@@ -15,6 +15,7 @@ pub(crate) mod attend;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+pub(crate) mod chunk;
 pub(crate) mod delta;
 pub(crate) mod gelu;
 pub(crate) mod lanes;
