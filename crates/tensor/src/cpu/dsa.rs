@@ -17,7 +17,7 @@ use super::{
         Isa,
         attend::{index_scores, layer_norm, pool_key, rms_norm},
     },
-    types::{require, require_equal},
+    types::{LANES, require, require_equal},
 };
 use crate::{CacheShape, Columns, DsaColumns, DsaWeights, Error, IndexerWeights, PAGE_TOKENS, Placed, Result};
 
@@ -108,9 +108,39 @@ pub(super) fn dsa_select(
     let keep = weights.topk / kpool;
     require("dsa_select: width of the selection", selection_width(cpu, keep, kpool), selection.width())?;
 
-    let dsa = cache.dsa(layer)?;
-    let (isa, step) = (cpu.isa, &cpu.step);
-    let stage = Select { isa, weights, keep, pool_keys: &dsa.pool_keys };
+    let stage = Select { isa: cpu.isa, weights, keep, pool_keys: &cache.dsa(layer)?.pool_keys };
+    let factor = 1.0 / (heads as f32).sqrt();
+    let read = |row: usize, w: &mut [f32]| {
+        for (w, x) in w.iter_mut().zip(&proj.row(row)[head_weights..]) {
+            *w = x * factor;
+        }
+        &query.buffer.row(row)[query.start..][..query.width]
+    };
+    if rows < cpu.pool.threads() {
+        // Too few rows for the threads: they share the pools of a row.
+        let Cpu { pool, step, index_scores, .. } = cpu;
+        index_scores.grow("index scores", 2 * most_pools(step.placed(), kpool) + heads.next_multiple_of(LANES))?;
+        for row in 0..rows {
+            let Some((placed, position)) = locate(step.placed(), row) else { continue };
+            let pools = (position + 1) / kpool;
+            let (w, rest) = index_scores.as_mut_slice().split_at_mut(heads.next_multiple_of(LANES));
+            let (scores, rest) = rest.split_at_mut(pools);
+            let w = &mut w[..heads];
+            let q = read(row, w);
+            if pools > keep {
+                let page_pools = PAGE_TOKENS / kpool;
+                let share = pools.div_ceil(4 * pool.threads()).next_multiple_of(page_pools);
+                let w = &*w;
+                pool.split(Chunks::new(scores, share), |task, scores, _| {
+                    stage.score(&placed.pages[task * share / page_pools..], q, w, scores);
+                });
+            }
+            let (tokens, len) = selection.row_mut(row);
+            *len = stage.choose(position, scores, &mut rest[..pools], tokens) as u32;
+        }
+        return Ok(());
+    }
+    let step = &cpu.step;
     let width = selection.width();
     let outputs =
         (Chunks::new(&mut selection.tokens[..rows * width], width), Chunks::new(&mut selection.lens[..rows], 1));
@@ -118,12 +148,11 @@ pub(super) fn dsa_select(
         let Some((placed, position)) = locate(step.placed(), row) else { return };
         let pools = (position + 1) / kpool;
         let [scores, ranked, w] = scratch.floats([pools, pools, heads]);
-        let factor = 1.0 / (heads as f32).sqrt();
-        for (w, x) in w.iter_mut().zip(&proj.row(row)[head_weights..]) {
-            *w = x * factor;
+        let q = read(row, w);
+        if pools > keep {
+            stage.score(placed.pages, q, w, scores);
         }
-        let q = &query.buffer.row(row)[query.start..][..query.width];
-        len[0] = stage.row(&placed, position, q, w, scores, ranked, tokens) as u32;
+        len[0] = stage.choose(position, scores, ranked, tokens) as u32;
     });
     Ok(())
 }
@@ -138,17 +167,9 @@ struct Select<'a> {
 }
 
 impl Select<'_> {
-    /// Writes the tokens of the row at `position`, ascending; returns their number.
-    fn row(
-        &self,
-        placed: &Placed<'_>,
-        position: usize,
-        q: &[f32],
-        w: &[f32],
-        scores: &mut [f32],
-        ranked: &mut [f32],
-        tokens: &mut [u32],
-    ) -> usize {
+    /// Writes the tokens of the row at `position`, ascending; returns their number. `scores` are those of all pools in its
+    /// past, unless these fit anyway; `ranked` is scratch of the same length.
+    fn choose(&self, position: usize, scores: &[f32], ranked: &mut [f32], tokens: &mut [u32]) -> usize {
         let kpool = self.weights.kpool;
         let pools = scores.len();
         let mut len = 0;
@@ -159,23 +180,21 @@ impl Select<'_> {
             }
         };
         if pools <= self.keep {
-            // Everything fits: the past without scoring.
             add(0, position + 1);
             return len;
         }
-        self.score(placed, q, w, scores);
         ranked.copy_from_slice(scores);
         choose(scores, ranked, self.keep, |pool| add(pool * kpool, (pool + 1) * kpool));
         add(pools * kpool, position + 1);
         len
     }
 
-    /// Scores of the first pools of the sequence, page by page.
-    fn score(&self, placed: &Placed<'_>, q: &[f32], w: &[f32], scores: &mut [f32]) {
+    /// Scores of consecutive pools from the start of the first of `pages`.
+    fn score(&self, pages: &[u32], q: &[f32], w: &[f32], scores: &mut [f32]) {
         let dim = self.weights.dim;
         let page_pools = PAGE_TOKENS / self.weights.kpool;
         let scale = 1.0 / (dim as f32).sqrt();
-        for (scores, &page) in scores.chunks_mut(page_pools).zip(placed.pages) {
+        for (scores, &page) in scores.chunks_mut(page_pools).zip(pages) {
             let keys = &self.pool_keys[page as usize * page_pools * dim..][..page_pools * dim];
             index_scores(self.isa, q, w, keys, dim, scale, scores);
         }
@@ -204,6 +223,11 @@ fn choose(scores: &[f32], ranked: &mut [f32], keep: usize, mut take: impl FnMut(
 /// Segment and position of a row.
 pub(super) fn locate<'a>(mut placed: impl Iterator<Item = Placed<'a>>, row: usize) -> Option<(Placed<'a>, usize)> {
     placed.find(|p| row < p.row + p.segment.rows as usize).map(|p| (p, p.segment.position as usize + row - p.row))
+}
+
+/// Pools in the past of the step's furthest row.
+fn most_pools<'a>(placed: impl Iterator<Item = Placed<'a>>, kpool: usize) -> usize {
+    placed.map(|p| (p.segment.position as usize + p.segment.rows as usize) / kpool).max().unwrap_or(0)
 }
 
 /// Most tokens that a row of this step selects.

@@ -20,9 +20,9 @@ use super::{
         delta::{COLUMNS, DeltaRows, conv_silu, delta, exp_in_place, fold, gated_norm, log_decays, normalize},
         lanes,
     },
-    types::{require, require_equal},
+    types::{LANES, require, require_equal},
 };
-use crate::{KdaForm, KdaWeights, Placed, Result};
+use crate::{CacheShape, KdaForm, KdaWeights, Placed, Result};
 
 mod chunk;
 
@@ -98,6 +98,32 @@ pub(super) fn kda(
     Ok(())
 }
 
+/// Lengths of taps, raw columns, convolved columns, decays, beta, a tile of the state, updates, outputs and, for the chunked
+/// form, its matrices.
+fn scratch(dim: usize, taps: usize, max_draft: usize, chunked: bool) -> [usize; 9] {
+    let (most, triple) = (BLOCK + max_draft, 3 * dim);
+    [
+        taps * triple,
+        (most + taps.saturating_sub(1)) * triple,
+        most * triple,
+        most * dim,
+        most,
+        dim * COLUMNS,
+        most * dim,
+        most * dim,
+        if chunked { chunk::work_floats(dim) } else { 0 },
+    ]
+}
+
+/// Floats of scratch that a thread needs for caches of this shape.
+pub(super) fn scratch_floats(shape: &CacheShape) -> usize {
+    // Each part starts at a cache line.
+    scratch(shape.kda_head_dim, shape.conv_kernel, shape.max_draft, true)
+        .iter()
+        .map(|n| n.next_multiple_of(LANES))
+        .sum()
+}
+
 impl Stage<'_> {
     /// One head of one segment.
     fn segment(
@@ -143,6 +169,12 @@ impl Stage<'_> {
         }
     }
 
+    /// Lengths of what a task works in.
+    fn scratch(&self) -> [usize; 9] {
+        let chunked = self.form == KdaForm::Chunked;
+        scratch(self.weights.dim, self.taps, self.max_draft, chunked)
+    }
+
     /// Raw q, k, v of a row of the step.
     fn read_column(&self, head: usize, row: usize, column: &mut [f32]) {
         let (dim, inner) = (self.weights.dim, self.weights.heads * self.weights.dim);
@@ -165,18 +197,7 @@ impl Stage<'_> {
         let (isa, w) = (self.isa, self.weights);
         let (dim, inner) = (w.dim, w.heads * w.dim);
         let (rows, triple) = (block.rows, 3 * dim);
-        let most = BLOCK + self.max_draft;
-        let [taps, raw, qkv, decay, beta, tile, update, o, work] = scratch.floats([
-            self.taps * triple,
-            (most + self.taps - 1) * triple,
-            most * triple,
-            most * dim,
-            most,
-            dim * COLUMNS,
-            most * dim,
-            most * dim,
-            if self.form == KdaForm::Chunked { chunk::work_floats(dim) } else { 0 },
-        ]);
+        let [taps, raw, qkv, decay, beta, tile, update, o, work] = scratch.floats(self.scratch());
         let (qkv, decay) = (&mut qkv[..rows * triple], &mut decay[..rows * dim]);
         let (beta, update, o) = (&mut beta[..rows], &mut update[..rows * dim], &mut o[..rows * dim]);
 

@@ -12,7 +12,7 @@
 //! Two epsilons: `rms_eps` under the root of the RMS, `eps` everywhere else. Everything is f32.
 
 use super::{
-    Chunks, Cpu, CpuBuffer, CpuMatrix,
+    Chunks, Cpu, CpuBuffer, CpuMatrix, Panels,
     simd::{
         attend::{Weights, dots, rms_norm},
         lanes,
@@ -23,7 +23,13 @@ use super::{
 use crate::{Error, MhcWeights, Norm, Result, Streams};
 
 /// Most coefficients of a row.
-const MAX_COEFFICIENTS: usize = 2 * MAX_STREAMS + MAX_STREAMS * MAX_STREAMS;
+pub(super) const MAX_COEFFICIENTS: usize = 2 * MAX_STREAMS + MAX_STREAMS * MAX_STREAMS;
+
+/// Rows of a task of the mixing product.
+const ROWS: usize = 4;
+
+/// Coefficients of a task of the mixing product, when there are few rows.
+const COEFFICIENTS: usize = 4;
 
 /// The mixing step of the previous sub-block, then this mixer and the norm.
 pub(super) fn mhc(
@@ -45,9 +51,11 @@ pub(super) fn mhc(
     let mix = stored("mhc: mixing matrix", &mixer.mix)?;
     let isa = cpu.isa;
     merge_rows(cpu, rows, n, y, streams);
+    let count = 2 * n + n * n;
+    mix_rows(cpu, rows, mix, count, n * width, &streams.x)?;
 
     let (x_width, collapsed_width) = (x.width(), streams.collapsed.width());
-    let source = &streams.x;
+    let (source, products) = (&streams.x, cpu.mixes.as_slice());
     let outputs = (
         Chunks::new(&mut streams.post.as_mut_slice()[..rows * n], n),
         Chunks::new(&mut streams.comb.as_mut_slice()[..rows * n * n], n * n),
@@ -55,20 +63,44 @@ pub(super) fn mhc(
         Chunks::new(&mut x.as_mut_slice()[..rows * x_width], x_width),
     );
     cpu.pool.split(outputs, |row, (post, comb, collapsed, x), _| {
-        let s = &source.row(row)[..n * width];
+        let s = source.row(row);
         let mut pre = [0.0; MAX_STREAMS];
         let mut m = [0.0; MAX_COEFFICIENTS];
-        let m = &mut m[..2 * n + n * n];
-        dots(isa, mix, m.len(), s.len(), s, m, m.len());
         let scale = 1.0 / (sum_of_squares(isa, s) / s.len() as f32 + mixer.rms_eps).sqrt();
-        for m in &mut *m {
-            *m *= scale;
+        for (m, product) in m.iter_mut().zip(&products[row * count..][..count]) {
+            *m = product * scale;
         }
-        coefficients(mixer, m, &mut pre[..n], post, comb);
+        coefficients(mixer, &m[..count], &mut pre[..n], post, comb);
         let u = &mut collapsed[..width];
         collapse(isa, &pre[..n], s, u);
         rms_norm(isa, norm.eps, norm.weight.as_slice(), u, &mut x[..width]);
     });
+    Ok(())
+}
+
+/// `W x` of every row into the device's `mixes`, `[rows, count]`. Few rows are split by coefficients, many by rows, so that
+/// the threads share the work and a weight serves several rows.
+fn mix_rows(cpu: &mut Cpu, rows: usize, mix: Weights<'_>, count: usize, inner: usize, x: &CpuBuffer) -> Result<()> {
+    let isa = cpu.isa;
+    cpu.mixes.grow("mixing products", rows * count)?;
+    let products = &mut cpu.mixes.as_mut_slice()[..rows * count];
+    if rows < ROWS * cpu.pool.threads() {
+        let panels = Panels::new(products, rows, count, 0, count, COEFFICIENTS);
+        cpu.pool.split(panels, |_, mut panel, scratch| {
+            let (first, width) = (panel.start(), panel.width());
+            let [products] = scratch.floats([rows * width]);
+            let weights = mix.rows(first, width, inner);
+            dots(isa, weights, width, inner, &x.as_slice()[..rows * inner], products, width);
+            for (row, products) in products.chunks_exact(width).enumerate() {
+                panel.row_mut(row).copy_from_slice(products);
+            }
+        });
+    } else {
+        cpu.pool.split(Chunks::new(products, ROWS * count), |task, products, _| {
+            let x = &x.as_slice()[task * ROWS * inner..][..products.len() / count * inner];
+            dots(isa, mix, count, inner, x, products, count);
+        });
+    }
     Ok(())
 }
 

@@ -44,6 +44,10 @@ pub struct Cpu {
     pub(crate) step: Step,
     /// Scratch of the dense stages.
     dense: dense::Workspace,
+    /// Mixing products of the hyper-connections, `[rows, coefficients]`.
+    mixes: AlignedVec,
+    /// Index scores of one row and a copy of them, `[2, pools]`.
+    index_scores: AlignedVec,
     /// What [`Backend::reserve`] was told.
     reserved: Option<Reserved>,
 }
@@ -67,6 +71,8 @@ impl Cpu {
             isa,
             step: Step::default(),
             dense: dense::Workspace::default(),
+            mixes: AlignedVec::default(),
+            index_scores: AlignedVec::default(),
             reserved: None,
         }
     }
@@ -120,12 +126,15 @@ impl Backend for Cpu {
     }
 
     fn cache(&self, shape: &CacheShape) -> Result<CpuCache> {
+        self.pool.reserve(kda::scratch_floats(shape));
         CpuCache::new(shape)
     }
 
     fn reserve(&mut self, rows: usize, width: usize, tokens: usize) -> Result<()> {
         self.dense.reserve(rows, width)?;
         self.pool.reserve((8 * width.max(tokens)).max(dense::THREAD_SCRATCH));
+        self.mixes.grow("mixing products", rows * mhc::MAX_COEFFICIENTS)?;
+        self.index_scores.grow("index scores", 2 * tokens + width)?;
         for list in [&mut self.step.tokens, &mut self.step.logits, &mut self.step.pages] {
             list.clear();
             list.reserve(rows.max(tokens));
