@@ -156,8 +156,14 @@ fn duplicates(ledger: &mut Ledger, scene: &Scene, digests: BTreeMap<(usize, [u8;
     }
 }
 
-/// Remarks on matrices whose error is out of line with the same projection of other experts.
+/// Remarks on the errors: their range, and matrices out of line with the same projection of other experts.
 fn far_from_median(ledger: &mut Ledger, errors: BTreeMap<(usize, &str), Vec<(f64, &str)>>) {
+    let mut all: Vec<f64> = errors.values().flatten().map(|(r, _)| *r).collect();
+    all.sort_by(f64::total_cmp);
+    if let [low, .., high] = all[..] {
+        let median = all[all.len() / 2];
+        ledger.note(G8, format!("relative error {low:.3} to {high:.3}, median {median:.3}"));
+    }
     for ((layer, projection), mut list) in errors {
         list.sort_by(|a, b| a.0.total_cmp(&b.0));
         let median = list[list.len() / 2].0;

@@ -8,6 +8,7 @@
 //! What must be there is derived from the configuration (the source's, if there is one), never from the artifact's own
 //! tensors: an artifact that lacks an expert must not be measured by what it has.
 
+mod behaviour;
 mod companions;
 mod config_block;
 mod container;
@@ -34,6 +35,7 @@ use glimmer_checkpoint::{Config, int4};
 use serde_json::Value;
 
 pub use self::{
+    behaviour::Behaviour,
     companions::is_companion,
     verdict::{GateId, GateReport, MAX_OFFENDERS, Offender, Status, Verdict},
 };

@@ -1,11 +1,18 @@
 //! A small model, its artifact, and ways to damage it: everything in memory until a directory is asked for.
 
-use std::{collections::BTreeMap, fs, path::Path, sync::OnceLock};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs,
+    path::Path,
+    sync::OnceLock,
+};
 
 use glimmer_checkpoint::{
     Checkpoint, Config, DType, Digest, ExpertMatrix, Inventory, Manifest,
     int4::{PackedMatrix, Quotient},
     manifest::{MANIFEST_FILE, SourceIdentity, TensorRecord},
+    scheme::{IgnoreStyle, Scheme, quantization_config, with_quantization_config},
+    sharding::shard_name,
     shards::INDEX_FILE,
 };
 use half::bf16;
@@ -96,8 +103,13 @@ impl Plan {
 
     /// The same with a manifest of exactly these files.
     pub(crate) fn render_with_manifest(&self) -> Files {
+        self.render_with_origin(identity())
+    }
+
+    /// The same, made from another source.
+    pub(crate) fn render_with_origin(&self, source: &SourceIdentity) -> Files {
         let mut files = self.render();
-        let mut manifest = Manifest::new(identity().clone(), json!({ "method": "rtn" }));
+        let mut manifest = Manifest::new(source.clone(), json!({ "method": "rtn" }));
         for (name, content) in &files {
             manifest.add_file(name, content);
         }
@@ -203,28 +215,6 @@ pub(crate) fn config_text() -> String {
     .to_owned()
 }
 
-/// The block that belongs to [`config_text`].
-pub(crate) fn block() -> Value {
-    json!({
-        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
-        "version": "0.20.1", "kv_cache_scheme": null, "global_compression_ratio": null, "sparsity_config": {},
-        "transform_config": {},
-        "config_groups": { "group_0": {
-            "targets": [r"re:.*\.layers\.[12]\.mlp\.experts\.\d+\.(?:gate|up|down)_proj$"],
-            "format": "pack-quantized", "input_activations": null, "output_activations": null,
-            "weights": {
-                "num_bits": 4, "type": "int", "symmetric": true, "strategy": "group", "group_size": 128,
-                "dynamic": false, "actorder": "static", "observer": "mse", "block_structure": null,
-            },
-        } },
-        "ignore": [
-            "re:.*lm_head$", r"re:.*\.self_attn\..*", r"re:.*\.shared_experts\..*",
-            r"re:.*\.mlp\.(?:gate|up|gate_up|down)_proj$", r"re:.*\.mlp\.gate$", "re:.*visual\\..*",
-            r"re:.*\.layers\.3\..*",
-        ],
-    })
-}
-
 pub(crate) fn config() -> Config {
     Config::parse(&config_text()).expect("the test's configuration is sound")
 }
@@ -279,22 +269,50 @@ pub(crate) fn source() -> Plan {
     Plan { shards, files: companions() }
 }
 
-/// The artifact of [`source`]: trunk, one shard for each layer with experts, MTP layer with vision tower.
+/// The artifact of [`source`].
 pub(crate) fn artifact() -> Plan {
-    let quantized: BTreeMap<String, ExpertMatrix> =
-        config().text.quantized_matrices().map(|m| (m.weight(), m)).collect();
-    let mut shards: Vec<(String, Vec<Tensor>)> =
-        (1..=4).map(|i| (format!("model-{i:05}-of-00004.safetensors"), Vec::new())).collect();
-    for tensor in source().shards.into_iter().flat_map(|(_, tensors)| tensors) {
+    rounded(source(), IgnoreStyle::Regex)
+}
+
+/// Round-to-nearest: trunk, one shard for each layer with experts, MTP layer with vision tower.
+pub(crate) fn rounded(source: Plan, ignore: IgnoreStyle) -> Plan {
+    let text = std::str::from_utf8(&source.files["config.json"]).expect("text");
+    let config = Config::parse(text).expect("a sound configuration");
+    let quantized: BTreeMap<String, ExpertMatrix> = config.text.quantized_matrices().map(|m| (m.weight(), m)).collect();
+    let layers: BTreeSet<usize> = quantized.values().map(|m| m.layer).collect();
+    let mtp = config.text.mtp_layer().map(|layer| format!(".layers.{layer}.")).expect("an MTP layer");
+    let count = layers.len() + 2;
+    let mut shards: Vec<(String, Vec<Tensor>)> = (1..=count).map(|i| (shard_name(i, count), Vec::new())).collect();
+    for tensor in source.shards.into_iter().flat_map(|(_, tensors)| tensors) {
         match quantized.get(&tensor.name) {
-            Some(matrix) => shards[matrix.layer].1.extend(triple(&matrix.base(), &tensor)),
-            None if tensor.name.contains(".layers.3.") || tensor.name.contains(".visual.") => shards[3].1.push(tensor),
+            Some(matrix) => {
+                let place = 1 + layers.iter().position(|l| *l == matrix.layer).expect("a layer of the list");
+                shards[place].1.extend(triple(&matrix.base(), &tensor));
+            }
+            None if tensor.name.contains(&mtp) || tensor.name.contains(".visual.") => shards[count - 1].1.push(tensor),
             None => shards[0].1.push(tensor),
         }
     }
-    let mut plan = Plan { shards, files: companions() };
-    plan.config(|config| config["quantization_config"] = block());
-    plan
+    let mut files = source.files;
+    let block = quantization_config(&config, Scheme { static_order: true, ignore });
+    let text = std::str::from_utf8(&files["config.json"]).expect("text");
+    let text = with_quantization_config(text, &block).expect("an object");
+    files.insert("config.json".to_owned(), text.into_bytes());
+    Plan { shards, files }
+}
+
+/// A checkpoint of the repository.
+pub(crate) fn read(directory: &Path) -> Plan {
+    let checkpoint = Checkpoint::open(directory).expect("a sound checkpoint");
+    let tensor = |name: &str| {
+        let data = checkpoint.tensor(name).expect("a tensor of the checkpoint");
+        let bytes = data.bytes.as_slice().to_vec();
+        Tensor { name: data.name, dtype: data.dtype, shape: data.shape, bytes }
+    };
+    let tensors = checkpoint.names().map(tensor).collect();
+    let content = |name: &str| checkpoint.file(name).expect("a file of the checkpoint").as_slice().to_vec();
+    let files = checkpoint.files().filter(|f| *f != INDEX_FILE).map(|f| (f.to_owned(), content(f))).collect();
+    Plan { shards: vec![(shard_name(1, 1), tensors)], files }
 }
 
 /// The source on disk, written once for all tests of this binary.

@@ -9,5 +9,7 @@ mod companions_and_manifest;
 mod config_file;
 mod container;
 mod good;
+mod models;
+mod property;
 mod structure;
 mod values;
