@@ -2,12 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
-use glimmer_checkpoint::{Checkpoint, DType, fp8, manifest::SourceIdentity, scheme::IgnoreStyle};
-use glimmer_quantize::gates::{GateId, Status, Verdict, verify};
+use glimmer_checkpoint::{
+    Checkpoint, DType, SynthFormat, SynthOptions, fp8, manifest::SourceIdentity, scheme::IgnoreStyle, synth,
+};
+use glimmer_quantize::gates::{GateId, Status, Verdict, VerifyOptions, verify};
 use serde_json::json;
 
 use crate::{
-    artifact::{Plan, Tensor, read, rounded, source, write},
+    artifact::{Plan, Tensor, config_text, read, rounded, source, write},
     harness::options,
 };
 
@@ -20,7 +22,7 @@ fn judge(source: &Path, artifact: &Plan) -> Verdict {
     let origin = SourceIdentity::of(&Checkpoint::open(source).expect("a sound source")).expect("its config.json");
     let directory = tempfile::tempdir().expect("a temporary directory");
     write(directory.path(), &artifact.render_with_origin(&origin));
-    let options = glimmer_quantize::gates::VerifyOptions { max_shard_bytes: 1 << 30, ..options() };
+    let options = VerifyOptions { max_shard_bytes: 1 << 30, ..options() };
     verify(directory.path(), Some(source), &options).expect("a directory and a sound source")
 }
 
@@ -38,6 +40,23 @@ fn the_tiny_and_the_micro_model_pass() {
         let skipped: Vec<GateId> = verdict.gates.iter().filter(|g| g.status == Status::Skipped).map(|g| g.id).collect();
         assert_eq!(skipped, [GateId::G8b, GateId::G17]);
     }
+}
+
+#[test]
+fn a_synthetic_artifact_passes_against_the_source_of_its_seed() {
+    let directory = tempfile::tempdir().expect("a temporary directory");
+    let make = |name: &str, format, seed| {
+        let path = directory.path().join(name);
+        let options = SynthOptions { format, seed, ..SynthOptions::default() };
+        synth(&config_text(), &path, options, &mut |_, _| ()).expect("a writable directory");
+        path
+    };
+    let source = make("source", SynthFormat::Bf16, 1);
+    let options = VerifyOptions { require_manifest: false, max_shard_bytes: 1 << 30, ..options() };
+    let verdict = verify(&make("artifact", SynthFormat::W4a16, 1), Some(&source), &options).expect("directories");
+    assert!(verdict.passed, "{verdict}");
+    let other = verify(&make("other", SynthFormat::W4a16, 2), Some(&source), &options).expect("directories");
+    assert_eq!(other.failed(), [GateId::G5, GateId::G8], "{other}");
 }
 
 /// The source with some matrices in FP8: codes from the upper byte of their BF16 values, scales that differ by block.
