@@ -75,14 +75,17 @@ pub(crate) fn quantize(
         None if recipe.method == Method::Gptq => (rtn::round(&w, &scales, GROUP), Outcome::RtnNoTokens),
         None => (rtn::round(&w, &scales, GROUP), Outcome::Rtn),
     };
-    let error: Vec<f32> = rtn::dequantize(&codes, &scales, GROUP).iter().zip(&w).map(|(q, w)| q - w).collect();
+    let error_of = |codes: &[i8]| -> Vec<f32> {
+        rtn::dequantize(codes, &scales, GROUP).iter().zip(&w).map(|(q, w)| q - w).collect()
+    };
+    let error = error_of(&codes);
     let squares = |x: &[f32]| x.iter().map(|&v| f64::from(v) * f64::from(v)).sum::<f64>();
     let energy = squares(&w);
-    let output_error = |h: &Hessian| {
+    let output_error = |error: &[f32], h: &Hessian| {
         let step = matrix.rows.div_ceil(SAMPLED_ROWS);
         let sample = |m: &[f32]| -> Vec<f32> { m.chunks_exact(cols).step_by(step).flatten().copied().collect() };
         let total = h.energy(&sample(&w));
-        (h.tokens() > 0 && total > 0.0).then(|| significant(h.energy(&sample(&error)) / total))
+        (h.tokens() > 0 && total > 0.0).then(|| significant(h.energy(&sample(error)) / total))
     };
     let rails = codes.iter().filter(|&&q| q == MIN_CODE || q == MAX_CODE).count();
     let report = MatrixReport {
@@ -90,8 +93,11 @@ pub(crate) fn quantize(
         tokens: statistics.map_or(0, |s| s.own.tokens()),
         outcome,
         relative_error: if energy > 0.0 { significant((squares(&error) / energy).sqrt()) } else { 0.0 },
-        output_error_own: statistics.and_then(|s| output_error(s.own)),
-        output_error_pooled: statistics.and_then(|s| s.pool).and_then(output_error),
+        output_error_own: statistics.and_then(|s| output_error(&error, s.own)),
+        output_error_rounded: solvable
+            .filter(|_| outcome == Outcome::Gptq)
+            .and_then(|s| output_error(&error_of(&rtn::round(&w, &scales, GROUP)), s.own)),
+        output_error_pooled: statistics.and_then(|s| s.pool).and_then(|pool| output_error(&error, pool)),
         damp: solvable.and_then(|s| s.factor.damp()),
         failed_factors: statistics.map_or(0, |s| s.factor.failed()),
         dead_columns: statistics.map_or(0, |s| s.factor.dead()),

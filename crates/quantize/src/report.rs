@@ -41,7 +41,10 @@ pub struct MatrixReport {
     pub relative_error: f64,
     /// Mean squared output error over mean squared output on the expert's own tokens, over a sample of rows.
     pub output_error_own: Option<f64>,
-    /// The same on the pooled tokens of the layer.
+    /// What rounding to nearest with the same scales would have given; only where GPTQ found the codes.
+    #[serde(default)]
+    pub output_error_rounded: Option<f64>,
+    /// The output error on the pooled tokens of the layer.
     pub output_error_pooled: Option<f64>,
     /// Dampening used.
     pub damp: Option<f64>,

@@ -59,8 +59,8 @@ pub struct VerifyOptions {
     pub require_manifest: bool,
     /// The index as it was before an MTP layer was merged in; G4 then also demands that the merge only added.
     pub index_before_merge: Option<PathBuf>,
-    /// Calibration inputs kept by the quantizer, for G8b: a safetensors file with, for a matrix `BASE`, the tensors
-    /// `BASE.inputs` `[tokens, in]` (a sample, a float type) and `BASE.tokens` I64 `[1]` (all tokens it was calibrated with).
+    /// Calibration inputs for G8b, which otherwise goes by the errors recorded in the manifest: a safetensors file with, for a matrix `BASE`, the tensors
+    /// `BASE.inputs` `[tokens, in]` (a sample, a float type) and `BASE.tokens` U64 `[1]` (all tokens it was calibrated with).
     pub statistics: Option<PathBuf>,
 }
 

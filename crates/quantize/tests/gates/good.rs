@@ -2,8 +2,11 @@
 
 use std::{collections::BTreeMap, fs};
 
-use glimmer_checkpoint::{DType, manifest::MANIFEST_FILE, shards::INDEX_FILE};
-use glimmer_quantize::gates::{GateId, Status, VerifyError, VerifyOptions, verify};
+use glimmer_checkpoint::{DType, Manifest, manifest::MANIFEST_FILE, shards::INDEX_FILE};
+use glimmer_quantize::{
+    Recipe,
+    gates::{GateId, Status, VerifyError, VerifyOptions, verify},
+};
 use serde_json::{Value, json};
 
 use crate::{
@@ -127,7 +130,7 @@ fn a_merged_index_may_only_add_the_mtp_layer() {
 }
 
 /// Inputs along one direction only: weights that differ from the source across it cost nothing, along it everything.
-fn statistics(direction: impl Fn(usize) -> f32, tokens: i64) -> Vec<u8> {
+fn statistics(direction: impl Fn(usize) -> f32, tokens: u64) -> Vec<u8> {
     let base = "model.language_model.layers.1.mlp.experts.2.up_proj";
     let inputs: Vec<u8> = (0..256).flat_map(|c| direction(c).to_le_bytes()).collect();
     let tensor = |suffix: &str, dtype, shape: &[usize], bytes| Tensor {
@@ -138,7 +141,7 @@ fn statistics(direction: impl Fn(usize) -> f32, tokens: i64) -> Vec<u8> {
     };
     shard(&[
         tensor("inputs", DType::F32, &[1, 256], inputs),
-        tensor("tokens", DType::I64, &[1], tokens.to_le_bytes().to_vec()),
+        tensor("tokens", DType::U64, &[1], tokens.to_le_bytes().to_vec()),
     ])
 }
 
@@ -164,6 +167,27 @@ fn output_error_is_compared_with_rounding_where_there_are_tokens_enough() {
     assert_eq!(judge(statistics(first, 512)), (vec![GateId::G8b], Some(Status::Fail)));
     assert_eq!(judge(statistics(first, 511)), (vec![], Some(Status::Skipped)), "too few tokens");
     assert_eq!(judge(statistics(|c| 1.0 - first(c), 512)), (vec![], Some(Status::Pass)));
+}
+
+#[test]
+fn recorded_output_errors_are_compared_where_there_are_no_inputs() {
+    let judge = |tokens: u64, own: f64| {
+        let mut files = good_files().clone();
+        let mut manifest = Manifest::parse(&files[MANIFEST_FILE]).expect("a manifest");
+        let name = "model.language_model.layers.1.mlp.experts.2.up_proj";
+        let recipe = serde_json::to_value(Recipe::default()).expect("JSON");
+        manifest.statistics = json!({ "recipe": recipe, "samples": 1, "tokens": tokens, "layers": [{ "layer": 1, "matrices": [{
+            "name": name, "tokens": tokens, "outcome": "gptq", "relative_error": 0.1, "output_error_own": own,
+            "output_error_rounded": 0.01, "output_error_pooled": null, "damp": 0.01, "failed_factors": 0,
+            "dead_columns": 0, "at_rails": 0.02,
+        }]}]});
+        files.insert(MANIFEST_FILE.to_owned(), serde_json::to_vec(&manifest).expect("JSON"));
+        let verdict = judge(&files, false);
+        (verdict.failed(), verdict.gate(GateId::G8b).map(|g| g.status))
+    };
+    assert_eq!(judge(512, 0.005), (vec![], Some(Status::Pass)));
+    assert_eq!(judge(512, 0.02), (vec![GateId::G8b], Some(Status::Fail)));
+    assert_eq!(judge(511, 0.02), (vec![], Some(Status::Skipped)), "too few tokens");
 }
 
 #[test]

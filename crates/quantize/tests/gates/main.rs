@@ -10,6 +10,7 @@ mod config_file;
 mod container;
 mod good;
 mod models;
+mod pipeline;
 mod property;
 mod structure;
 mod values;
