@@ -32,7 +32,7 @@ impl Verdict {
         }
         ledger.spend(G17, start.elapsed());
         let judged = ledger.finish().into_iter().find(|g| g.id == G17);
-        for (gate, judged) in self.gates.iter_mut().zip(judged).filter(|(gate, _)| gate.id == G17) {
+        if let (Some(gate), Some(judged)) = (self.gates.iter_mut().find(|g| g.id == G17), judged) {
             *gate = judged;
         }
         self.passed = self.gates.iter().all(|g| g.status != Status::Fail);
