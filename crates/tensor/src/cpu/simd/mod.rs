@@ -23,6 +23,8 @@ pub(crate) mod pack;
 pub(crate) mod product;
 mod scalar;
 pub(crate) mod streams;
+#[cfg(test)]
+mod tests;
 pub mod vector;
 mod weights;
 
