@@ -2,7 +2,8 @@
 //!
 //! Machines are shared and clocks move, so only ratios within a run mean something: a matrix-vector product against the
 //! read bandwidth, a matrix-matrix product against the rate of fused multiply-adds. Each figure is the best of several
-//! repetitions, because disturbances only ever add time.
+//! repetitions, because disturbances only ever add time. What is read from memory is cut into parts that go by in turn and
+//! are timed singly: short enough to pass undisturbed now and then, all together too large for the caches.
 
 use std::{
     hint::black_box,
@@ -18,6 +19,9 @@ use super::{
     types::{AlignedVec, GROUP, LANES},
 };
 use crate::{Backend, Columns, Linear, Result};
+
+/// Parts of what is read from memory.
+const PARTS: usize = 24;
 
 /// Independent sums of the multiply-add loop: enough to cover the latency of two units.
 const SUMS: usize = 16;
@@ -99,9 +103,13 @@ impl CpuBench {
 /// When the matrices do not fit into memory.
 pub fn measure(cpu: &mut Cpu, plan: &CpuBenchPlan) -> Result<CpuBench> {
     let columns = plan.columns.next_multiple_of(GROUP);
-    let tall_bf16 = bf16(plan.bytes / (2 * columns), columns);
-    let tall_int4 = int4(plan.bytes / (columns / 2 + 2 * columns / GROUP), columns);
-    let (wide_bf16, wide_int4) = (bf16(plan.outputs, columns), int4(plan.outputs, columns));
+    let parts = |row_bytes: usize, part: fn(usize, usize) -> Linear<Cpu>| -> Vec<Linear<Cpu>> {
+        let out = (plan.bytes / PARTS / row_bytes).next_multiple_of(8);
+        (0..PARTS).map(|_| part(out, columns)).collect()
+    };
+    let tall_bf16 = parts(2 * columns, bf16);
+    let tall_int4 = parts(columns / 2 + 2 * columns / GROUP, int4);
+    let (wide_bf16, wide_int4) = ([bf16(plan.outputs, columns)], [int4(plan.outputs, columns)]);
     let mut products = Vec::new();
     for &rows in &plan.rows {
         let flops = 2.0 * (rows * plan.outputs * columns) as f64;
@@ -117,8 +125,8 @@ pub fn measure(cpu: &mut Cpu, plan: &CpuBenchPlan) -> Result<CpuBench> {
         read_gbps: read_rate(cpu, plan)? * 1e-9,
         fma_gflops: fma_rate(cpu, plan) * 1e-9,
         join_us: join_seconds(cpu, plan) * 1e6,
-        bf16_matvec_gbps: tall_bf16.weight.bytes() as f64 / product_seconds(cpu, plan, &tall_bf16, 1)? * 1e-9,
-        int4_matvec_gbps: tall_int4.weight.bytes() as f64 / product_seconds(cpu, plan, &tall_int4, 1)? * 1e-9,
+        bf16_matvec_gbps: tall_bf16[0].weight.bytes() as f64 / product_seconds(cpu, plan, &tall_bf16, 1)? * 1e-9,
+        int4_matvec_gbps: tall_int4[0].weight.bytes() as f64 / product_seconds(cpu, plan, &tall_int4, 1)? * 1e-9,
         products,
     })
 }
@@ -155,8 +163,10 @@ fn int4(out: usize, columns: usize) -> Linear<Cpu> {
     Linear { weight: CpuMatrix::Int4 { packed, scale, out, columns }, bias: None }
 }
 
-fn product_seconds(cpu: &mut Cpu, plan: &CpuBenchPlan, linear: &Linear<Cpu>, rows: usize) -> Result<f64> {
-    let (out, width) = (linear.weight.out(), linear.weight.columns());
+/// Seconds of the product of one of `parts`, which take turns.
+fn product_seconds(cpu: &mut Cpu, plan: &CpuBenchPlan, parts: &[Linear<Cpu>], rows: usize) -> Result<f64> {
+    let (out, width) = (parts[0].weight.out(), parts[0].weight.columns());
+    let mut turn = parts.iter().cycle();
     let mut x = CpuBuffer::new(rows, width)?;
     for (i, v) in x.as_mut_slice().iter_mut().enumerate() {
         *v = (i % 17) as f32 * 0.1 - 0.8;
@@ -165,11 +175,15 @@ fn product_seconds(cpu: &mut Cpu, plan: &CpuBenchPlan, linear: &Linear<Cpu>, row
     let mut result = Ok(());
     let seconds = best(plan.patience(), || {
         let columns = Columns { buffer: &x, start: 0, width };
-        result = cpu.linear(rows, columns, &[linear], &mut y, 0);
+        let part = turn.next().map_or(&parts[0], |part| part);
+        result = cpu.linear(rows, columns, &[part], &mut y, 0);
         black_box(y.as_slice());
     });
     result.map(|()| seconds)
 }
+
+/// f32 that a task reads.
+const READ_PIECE: usize = 1 << 15;
 
 struct Read<'a>(&'a [f32]);
 impl Kernel for Read<'_> {
@@ -194,13 +208,17 @@ impl Kernel for Read<'_> {
 /// Bytes a second.
 fn read_rate(cpu: &Cpu, plan: &CpuBenchPlan) -> Result<f64> {
     let array = AlignedVec::zeroed("an array to read", plan.bytes / 4)?;
-    let pieces: Vec<&[f32]> = array.as_slice().chunks(1 << 18).collect();
+    let part = array.as_slice().len() / PARTS;
+    let mut turn = (0..PARTS).cycle();
     let seconds = best(plan.patience(), || {
-        cpu.pool.run(pieces.len(), |task, _| {
-            black_box(cpu.isa.run(Read(pieces[task])));
+        let first = turn.next().unwrap_or(0) * part;
+        let pieces = &array.as_slice()[first..first + part];
+        cpu.pool.run(part.div_ceil(READ_PIECE), |task, _| {
+            let piece = &pieces[task * READ_PIECE..part.min((task + 1) * READ_PIECE)];
+            black_box(cpu.isa.run(Read(piece)));
         });
     });
-    Ok(plan.bytes as f64 / seconds)
+    Ok((4 * part) as f64 / seconds)
 }
 
 struct MultiplyAdd {

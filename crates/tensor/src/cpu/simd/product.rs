@@ -207,7 +207,9 @@ impl Task<'_> {
             inputs[r] = self.x.row(row + r);
         }
         let last = piece.end == blocks;
-        weights.add::<S, O, R>(simd, self.first + column, piece, inputs, row == 0, &mut sums);
+        // Narrow tiles have no registers left for a choice.
+        let fresh = R == 1 || (S::WIDE && row == 0);
+        weights.add::<S, O, R>(simd, self.first + column, piece, inputs, fresh, &mut sums);
         for r in 0..R {
             for o in 0..O {
                 if last {
