@@ -7,10 +7,10 @@ use std::collections::HashMap;
 
 use glimmer_model::{HiddenSource, Limits, Model, MtpStep, Options};
 use glimmer_tensor::{
-    Step,
+    KdaForm, Step,
     cpu::{Cpu, Isa},
 };
-use harness::{Goldens, Sequence, draft_hidden, load, logits, micro};
+use harness::{Goldens, Sequence, argmax, close, draft_hidden, load, logits, micro};
 use proptest::prelude::*;
 
 const DEPTH: usize = 3;
@@ -258,4 +258,38 @@ fn a_copied_slot_continues_like_its_original() {
     let mut copy = Sequence { slot: 2, ..original };
     model.forward(&copy.step(&tokens[133..], tokens.len() - 133), &mut ()).unwrap();
     assert!(rows_of(&model, tokens.len() - 133) == whole[133..]);
+}
+
+#[test]
+fn the_chunked_form_agrees_with_the_recurrent_one() {
+    let (checkpoint, tokens) = (micro(), text());
+    let mut model = load(&checkpoint, limits());
+    let run = |model: &mut Model<Cpu>| {
+        let mut sequence = Sequence::new(&limits(), 0);
+        model.forward(&sequence.step(&tokens, tokens.len()), &mut ()).unwrap();
+        let all: Vec<f32> = (0..tokens.len()).flat_map(|row| logits(model, row)).collect();
+        let states: Vec<f32> = (0..model.shape().kda_layers).flat_map(|l| model.state(l, 0).unwrap()).collect();
+        (all, states)
+    };
+    let recurrent = run(&mut model);
+    model.set_kda_form(KdaForm::Chunked);
+    let chunked = run(&mut model);
+    close("logits", &chunked.0, &recurrent.0, 2e-5);
+    close("states", &chunked.1, &recurrent.1, 1e-4);
+    assert!(chunked.1 != recurrent.1, "the chunked form did not run");
+    let vocab = model.config().vocab_size;
+    for (a, b) in chunked.0.chunks(vocab).zip(recurrent.0.chunks(vocab)) {
+        assert_eq!(argmax(a), argmax(b));
+    }
+}
+
+#[test]
+fn the_chunked_form_gives_the_same_bits_for_prompts_cut_at_multiples_of_its_chunk() {
+    let (checkpoint, tokens) = (micro(), text());
+    let mut model = load(&checkpoint, limits());
+    model.set_kda_form(KdaForm::Chunked);
+    let whole = in_chunks(&mut model, &tokens, 0, &[]);
+    for sizes in [&[64][..], &[128, 64], &[64, 64, 64, 64]] {
+        assert!(in_chunks(&mut model, &tokens, 1, sizes) == whole, "{sizes:?}");
+    }
 }
