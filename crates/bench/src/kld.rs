@@ -51,60 +51,106 @@ pub struct Divergence {
     pub nll_model: f64,
 }
 
-/// Measures a model against a reference; `progress` is called with documents done and all.
+/// Measures a model against a reference; see [`divergences`].
 ///
 /// # Errors
-/// [`BenchError::Mismatch`] if vocabularies or numbers of rows differ, [`BenchError::NotFinite`] if scores are not
-/// numbers, and errors of the models.
+/// As [`divergences`].
 pub fn divergence(
     reference: &mut dyn Scorer,
     model: &mut dyn Scorer,
     documents: &[Document],
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Divergence, BenchError> {
+    let mut all = divergences(reference, &mut [model], documents, progress)?;
+    Ok(all.pop().expect("one result for one model"))
+}
+
+/// Measures several models against a reference, which scores every document once; `progress` is called with documents done
+/// and all.
+///
+/// # Errors
+/// [`BenchError::Mismatch`] if vocabularies or numbers of rows differ, [`BenchError::NotFinite`] if scores are not
+/// numbers, and errors of the models.
+pub fn divergences(
+    reference: &mut dyn Scorer,
+    models: &mut [&mut dyn Scorer],
+    documents: &[Document],
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Vec<Divergence>, BenchError> {
     let vocabulary = reference.vocabulary();
-    if vocabulary != model.vocabulary() {
-        let (what, found) = ("vocabulary".to_owned(), model.vocabulary());
-        return Err(BenchError::Mismatch { what, reference: vocabulary, found });
+    if let Some(other) = models.iter().map(|model| model.vocabulary()).find(|&other| other != vocabulary) {
+        return Err(BenchError::Mismatch { what: "vocabulary".to_owned(), reference: vocabulary, found: other });
     }
-    let mut total = Sums::default();
-    let mut document_means = Vec::new();
+    let mut totals: Vec<(Sums, Vec<f64>)> = models.iter().map(|_| Default::default()).collect();
     for (index, document) in documents.iter().enumerate() {
+        let rows = Rows::of(reference, document)?;
+        for (model, (total, means)) in models.iter_mut().zip(&mut totals) {
+            let sums = rows.compare(*model, document)?;
+            if sums.tokens > 0 {
+                means.push(sums.divergence / sums.tokens as f64);
+            }
+            total.join(&sums);
+        }
+        progress(index + 1, documents.len());
+    }
+    Ok(totals.into_iter().map(|(total, means)| total.finish(documents.len(), means)).collect())
+}
+
+/// The reference's distributions at the compared positions of one document.
+struct Rows(Vec<Distribution>);
+
+struct Distribution {
+    /// The scores.
+    row: Vec<f32>,
+    top: usize,
+    /// Logarithm of the sum of exponentials of the scores.
+    log: f64,
+}
+
+impl Rows {
+    fn of(reference: &mut dyn Scorer, document: &Document) -> Result<Self, BenchError> {
         let compared = document.ids.len().saturating_sub(1);
-        let mut rows: Vec<f32> = Vec::with_capacity(compared * vocabulary);
+        let mut rows = Vec::with_capacity(compared);
+        let mut failure = None;
         reference.score(document, &mut |position, row| {
             if position < compared {
-                rows.extend_from_slice(row);
+                match normaliser(row) {
+                    Some((top, log)) => rows.push(Distribution { row: row.to_vec(), top, log }),
+                    None => failure = failure.or(Some(position)),
+                }
             }
         })?;
+        match failure {
+            Some(position) => Err(BenchError::NotFinite { document: document.id.clone(), position }),
+            None => Ok(Self(rows)),
+        }
+    }
+
+    fn compare(&self, model: &mut dyn Scorer, document: &Document) -> Result<Sums, BenchError> {
+        let compared = document.ids.len().saturating_sub(1);
         let mut sums = Sums::default();
         let mut failure = None;
-        let mut next = 0;
+        let mut seen = 0;
         model.score(document, &mut |position, q| {
             if position >= compared {
                 return;
             }
-            next += 1;
-            let Some(p) = rows.get(position * vocabulary..(position + 1) * vocabulary) else { return };
+            seen += 1;
+            let Some(p) = self.0.get(position) else { return };
             match compare(p, q, document.ids[position + 1]) {
                 Some(token) => sums.add(&token),
                 None => failure = failure.or(Some(position)),
             }
         })?;
-        if rows.len() != compared * vocabulary || next != compared {
+        if self.0.len() != compared || seen != compared {
             let what = format!("rows of document {}", document.id);
-            return Err(BenchError::Mismatch { what, reference: rows.len() / vocabulary.max(1), found: next });
+            return Err(BenchError::Mismatch { what, reference: self.0.len(), found: seen });
         }
-        if let Some(position) = failure {
-            return Err(BenchError::NotFinite { document: document.id.clone(), position });
+        match failure {
+            Some(position) => Err(BenchError::NotFinite { document: document.id.clone(), position }),
+            None => Ok(sums),
         }
-        if sums.tokens > 0 {
-            document_means.push(sums.divergence / sums.tokens as f64);
-        }
-        total.join(&sums);
-        progress(index + 1, documents.len());
     }
-    Ok(total.finish(documents.len(), document_means))
 }
 
 /// One position.
@@ -116,26 +162,24 @@ struct Token {
     nll_model: f64,
 }
 
-/// Compares two rows of scores; `None` if they are not finite or the next token is outside the vocabulary.
-fn compare(p: &[f32], q: &[f32], next: u32) -> Option<Token> {
-    let next = usize::try_from(next).ok().filter(|&next| next < p.len() && p.len() == q.len())?;
-    let (p_top, p_log) = normaliser(p)?;
+/// Compares a row with the reference's; `None` if it is not finite or the next token is outside the vocabulary.
+fn compare(p: &Distribution, q: &[f32], next: u32) -> Option<Token> {
+    let next = usize::try_from(next).ok().filter(|&next| next < q.len() && p.row.len() == q.len())?;
     let (q_top, q_log) = normaliser(q)?;
     let mut divergence = 0.0;
-    for (&p, &q) in p.iter().zip(q) {
-        let log_p = f64::from(p) - p_log;
+    for (&x, &y) in p.row.iter().zip(q) {
+        let log_p = f64::from(x) - p.log;
         // What is left out is below 1e-17 of the sum.
         if log_p > NEGLIGIBLE {
-            divergence += log_p.exp() * (log_p - (f64::from(q) - q_log));
+            divergence += log_p.exp() * (log_p - (f64::from(y) - q_log));
         }
     }
-    let nll = |row: &[f32], log: f64| log - f64::from(row[next]);
     // Rounding can leave a sum of zero slightly negative; a divergence never is.
     let token = Token {
         divergence: divergence.max(0.0),
-        same_top: p_top == q_top,
-        nll_reference: nll(p, p_log),
-        nll_model: nll(q, q_log),
+        same_top: p.top == q_top,
+        nll_reference: p.log - f64::from(p.row[next]),
+        nll_model: q_log - f64::from(q[next]),
     };
     (token.divergence.is_finite() && token.nll_reference.is_finite() && token.nll_model.is_finite()).then_some(token)
 }

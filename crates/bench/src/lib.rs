@@ -20,7 +20,7 @@ mod tasks;
 pub use acceptance::{Acceptance, DraftCounts};
 pub use error::BenchError;
 pub use evaluate::{Answerer, EvalOptions, Finish, Question, Reply, ReplySink, TaskResult, evaluate};
-pub use kld::{Divergence, KLD_CAP, RowSink, Scorer, divergence};
+pub use kld::{Divergence, KLD_CAP, RowSink, Scorer, divergence, divergences};
 pub use local::{Completer, Completion, CompletionSink, LocalAnswerer, ModelText, PromptSource, Prompted};
 pub use panel::{Document, read_documents};
 pub use panel_scorer::PanelScorer;
