@@ -4,35 +4,8 @@
 //! position `i` is the share of steps that drafted that far in which the first `i` drafts were all accepted, so rates never
 //! rise with `i`; a step yields one token more than it accepts.
 
+use glimmer_engine::DraftCounts;
 use serde::{Deserialize, Serialize};
-
-/// Counts of speculative steps.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct DraftCounts {
-    /// Steps that drafted at least this many tokens, by position.
-    pub drafted: Vec<u64>,
-    /// Steps that accepted at least this many, by position.
-    pub accepted: Vec<u64>,
-}
-
-impl DraftCounts {
-    /// Records a step.
-    pub fn record(&mut self, drafted: usize, accepted: usize) {
-        let depth = self.drafted.len().max(drafted);
-        self.drafted.resize(depth, 0);
-        self.accepted.resize(depth, 0);
-        self.drafted[..drafted].iter_mut().for_each(|count| *count += 1);
-        self.accepted[..accepted.min(drafted)].iter_mut().for_each(|count| *count += 1);
-    }
-
-    /// Adds the counts of another run.
-    pub fn join(&mut self, other: &Self) {
-        for (mine, theirs) in [(&mut self.drafted, &other.drafted), (&mut self.accepted, &other.accepted)] {
-            mine.resize(mine.len().max(theirs.len()), 0);
-            mine.iter_mut().zip(theirs).for_each(|(mine, theirs)| *mine += theirs);
-        }
-    }
-}
 
 /// Rates by position.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -92,18 +65,5 @@ mod tests {
         let acceptance = Acceptance::from(&DraftCounts::default());
         assert_eq!((acceptance.steps, acceptance.rate, acceptance.mean_length), (0, 0.0, 1.0));
         assert!(acceptance.by_position.is_empty());
-    }
-
-    #[test]
-    fn joined_counts_are_the_counts_of_both() {
-        let (mut a, mut b, mut both) = (DraftCounts::default(), DraftCounts::default(), DraftCounts::default());
-        a.record(2, 1);
-        b.record(3, 3);
-        b.record(1, 0);
-        for (drafted, accepted) in [(2, 1), (3, 3), (1, 0)] {
-            both.record(drafted, accepted);
-        }
-        a.join(&b);
-        assert_eq!(a, both);
     }
 }

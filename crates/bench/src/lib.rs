@@ -7,6 +7,9 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value, reason = "test helpers take JSON literals by value"))]
 
 mod acceptance;
+mod calibration;
+mod demo;
+mod engine;
 mod error;
 mod evaluate;
 mod kld;
@@ -17,13 +20,19 @@ mod pictures;
 mod report;
 mod tasks;
 
-pub use acceptance::{Acceptance, DraftCounts};
+pub use acceptance::Acceptance;
+pub use calibration::calibration_samples;
+pub use demo::{
+    DemoAnswer, DemoInput, DemoProgress, DemoReport, KldSummary, MtpSummary, QuantizeSummary, StageTime, TaskPair,
+    VerifySummary, demo,
+};
+pub use engine::EngineCompleter;
 pub use error::BenchError;
 pub use evaluate::{Answerer, EvalOptions, Finish, Question, Reply, ReplySink, TaskResult, evaluate};
 pub use kld::{Divergence, KLD_CAP, RowSink, Scorer, divergence, divergences};
 pub use local::{Completer, Completion, CompletionSink, LocalAnswerer, ModelText, PromptSource, Prompted};
 pub use panel::{Document, read_documents};
 pub use panel_scorer::PanelScorer;
-pub use pictures::{Picture, Pictures};
+pub use pictures::{PictureEncoder, PictureReader};
 pub use report::{acceptance_table, divergence_table, task_table};
 pub use tasks::{Call, Grader, Item, Task, body, grade, read_task};

@@ -2,10 +2,10 @@
 //!
 //! This is the glue between text and engine: messages become token ids with image features, generated ids become text and
 //! tool calls. The engine itself stands behind [`Completer`], which pulls prompts when it has room for another sequence, so
-//! that features of waiting pictures do not pile up.
+//! that pictures of waiting questions do not pile up.
 
 use glimmer_checkpoint::Checkpoint;
-use glimmer_tensor::Backend;
+use glimmer_model::vision::Patches;
 use glimmer_text::{
     Answer, ChatFormat, ChatInput, ChatTemplate, DataUrl, EngineFinish, MediaSource, ParseOptions, Start, Tokenizer,
     ToolMode, ToolSchemas, parse_answer,
@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 use crate::error::BenchError;
 use crate::evaluate::{Answerer, Finish, Question, Reply, ReplySink};
-use crate::pictures::{Picture, Pictures};
+use crate::pictures::PictureReader;
 use crate::tasks::Call;
 
 /// A prompt to be completed greedily.
@@ -23,7 +23,7 @@ pub struct Prompted {
     /// Token ids, placeholders expanded.
     pub ids: Vec<u32>,
     /// Pictures in the order of their placeholders.
-    pub pictures: Vec<Picture>,
+    pub pictures: Vec<Patches>,
     /// Ids that end the completion.
     pub stop_ids: Vec<u32>,
     /// Most new tokens.
@@ -99,15 +99,15 @@ fn stop_ids(text: &[u8]) -> Result<Vec<u32>, BenchError> {
 
 /// Answers questions with an engine.
 #[derive(Debug)]
-pub struct LocalAnswerer<'a, C, B: Backend> {
+pub struct LocalAnswerer<'a, C> {
     text: &'a ModelText,
     completer: C,
-    pictures: Option<Pictures<B>>,
+    pictures: Option<PictureReader>,
 }
 
-impl<'a, C: Completer, B: Backend> LocalAnswerer<'a, C, B> {
-    /// Joins an engine with the text side of its model and, for models that see, the vision tower.
-    pub fn new(text: &'a ModelText, completer: C, pictures: Option<Pictures<B>>) -> Self {
+impl<'a, C: Completer> LocalAnswerer<'a, C> {
+    /// Joins an engine with the text side of its model and, for models that see, its picture settings.
+    pub fn new(text: &'a ModelText, completer: C, pictures: Option<PictureReader>) -> Self {
         Self { text, completer, pictures }
     }
 
@@ -116,12 +116,17 @@ impl<'a, C: Completer, B: Backend> LocalAnswerer<'a, C, B> {
         &self.completer
     }
 
+    /// Gives the engine back.
+    pub fn into_completer(self) -> C {
+        self.completer
+    }
+
     /// Answers one question and parses the answer into reasoning, content and calls.
     ///
     /// # Errors
     /// Errors of the text layer and of the engine.
     pub fn ask(&mut self, question: &Question<'_>) -> Result<(Answer, Completion), BenchError> {
-        let mut prompted = Some(prompt(self.text, &mut self.pictures, question));
+        let mut prompted = Some(prompt(self.text, self.pictures.as_ref(), question));
         let start = match &prompted {
             Some(Ok(prompted)) => Start::of_prompt(self.text.format.tokenizer(), &prompted.ids),
             _ => Start::Content,
@@ -133,9 +138,9 @@ impl<'a, C: Completer, B: Backend> LocalAnswerer<'a, C, B> {
     }
 }
 
-impl<C: Completer, B: Backend> Answerer for LocalAnswerer<'_, C, B> {
+impl<C: Completer> Answerer for LocalAnswerer<'_, C> {
     fn answer(&mut self, questions: &[Question<'_>], done: &mut ReplySink<'_>) -> Result<(), BenchError> {
-        let (text, pictures) = (self.text, &mut self.pictures);
+        let (text, pictures) = (self.text, self.pictures.as_ref());
         let mut next = 0;
         let starts = std::cell::RefCell::new(Vec::with_capacity(questions.len()));
         let mut source = || {
@@ -156,11 +161,7 @@ impl<C: Completer, B: Backend> Answerer for LocalAnswerer<'_, C, B> {
     }
 }
 
-fn prompt<B: Backend>(
-    text: &ModelText,
-    pictures: &mut Option<Pictures<B>>,
-    question: &Question<'_>,
-) -> Result<Prompted, BenchError> {
+fn prompt(text: &ModelText, pictures: Option<&PictureReader>, question: &Question<'_>) -> Result<Prompted, BenchError> {
     let mut variables = Map::new();
     variables.insert("enable_thinking".to_owned(), question.thinking.into());
     let input = ChatInput {
@@ -175,7 +176,7 @@ fn prompt<B: Backend>(
     for source in question.messages.iter().flat_map(|message| message.images()) {
         encoded.push(picture(pictures, question.id, source)?);
     }
-    let counts: Vec<usize> = encoded.iter().map(|picture| picture.tokens).collect();
+    let counts: Vec<usize> = encoded.iter().map(Patches::tokens).collect();
     let mut ids = text.format.expand(&prompt, &counts, &[])?;
     let tokenizer = text.format.tokenizer();
     // A template without a switch always opens the reasoning; closing it at once is what the switch would have done.
@@ -185,16 +186,12 @@ fn prompt<B: Backend>(
     Ok(Prompted { ids, pictures: encoded, stop_ids: text.stop_ids.clone(), max_tokens: question.max_tokens })
 }
 
-fn picture<B: Backend>(
-    pictures: &mut Option<Pictures<B>>,
-    id: &str,
-    source: &MediaSource,
-) -> Result<Picture, BenchError> {
+fn picture(pictures: Option<&PictureReader>, id: &str, source: &MediaSource) -> Result<Patches, BenchError> {
     let Some(pictures) = pictures else {
         return Err(BenchError::model(id, "the question has a picture, the model has no vision tower"));
     };
     match source {
-        MediaSource::Url(url) => pictures.encode(id, &DataUrl::parse(url)?.bytes),
+        MediaSource::Url(url) => pictures.read(id, &DataUrl::parse(url)?.bytes),
         MediaSource::Supplied => Err(BenchError::model(id, "the picture has no data; expected a data: URL")),
     }
 }

@@ -1,62 +1,71 @@
-//! Pictures to visual tokens: decode, cut into patches, run the vision tower.
+//! Pictures on their way into a model.
+//!
+//! A [`PictureReader`] decodes a file and cuts it into patches, which fixes the number of visual tokens; a
+//! [`PictureEncoder`] also runs the vision tower.
 
 use glimmer_checkpoint::Checkpoint;
-use glimmer_model::vision::{DecodeLimits, Processor, Processors, RgbImage, VisionTower};
+use glimmer_model::vision::{DecodeLimits, Patches, Processor, Processors, RgbImage, VisionTower};
 use glimmer_tensor::Backend;
 
 use crate::error::BenchError;
 
-/// Vision tower of a model with everything around it.
-#[derive(Debug)]
-pub struct Pictures<B: Backend> {
-    backend: B,
-    tower: VisionTower<B>,
+/// Picture settings of a model.
+#[derive(Clone, Copy, Debug)]
+pub struct PictureReader {
     processor: Processor,
     limits: DecodeLimits,
-    hidden: usize,
 }
 
-/// Features of one picture.
-#[derive(Clone, Debug, PartialEq)]
-pub struct Picture {
-    /// Visual tokens.
-    pub tokens: usize,
-    /// `[tokens, hidden]`.
-    pub features: Vec<f32>,
+impl PictureReader {
+    /// Reads the settings of a checkpoint; `None` for a text-only model.
+    ///
+    /// # Errors
+    /// Settings that cannot be used.
+    pub fn load(checkpoint: &Checkpoint) -> Result<Option<Self>, BenchError> {
+        let Some(vision) = &checkpoint.config().vision else { return Ok(None) };
+        let nested = checkpoint.file("processor_config.json");
+        let flat = checkpoint.file("preprocessor_config.json");
+        let slice = |file: &Option<glimmer_checkpoint::Bytes>| file.as_ref().map(|bytes| bytes.as_slice().to_vec());
+        let processors = Processors::from_files(vision, slice(&nested).as_deref(), slice(&flat).as_deref())
+            .map_err(|error| BenchError::model("its picture settings", error))?;
+        Ok(Some(Self { processor: processors.image, limits: DecodeLimits::default() }))
+    }
+
+    /// Decodes a picture (PNG, JPEG, WebP, GIF, BMP) and cuts it into patches; `what` names it in errors.
+    ///
+    /// # Errors
+    /// If the file cannot be decoded.
+    pub fn read(&self, what: &str, file: &[u8]) -> Result<Patches, BenchError> {
+        let picture = RgbImage::decode(file, self.limits).map_err(|error| BenchError::model(what, error))?;
+        Ok(self.processor.image(&picture))
+    }
 }
 
-impl<B: Backend> Pictures<B> {
-    /// Loads the tower and the picture settings of a checkpoint; `None` for a text-only model.
+/// Picture settings and vision tower of a model.
+#[derive(Debug)]
+pub struct PictureEncoder<B: Backend> {
+    reader: PictureReader,
+    backend: B,
+    tower: VisionTower<B>,
+}
+
+impl<B: Backend> PictureEncoder<B> {
+    /// Loads settings and tower of a checkpoint; `None` for a text-only model.
     ///
     /// # Errors
     /// Errors of loading; settings that cannot be used.
     pub fn load(backend: B, checkpoint: &Checkpoint) -> Result<Option<Self>, BenchError> {
-        let Some(vision) = &checkpoint.config().vision else { return Ok(None) };
-        let Some(tower) = VisionTower::load(&backend, checkpoint).map_err(|e| BenchError::model("loading", e))? else {
-            return Ok(None);
-        };
-        let file = |name: &str| checkpoint.file(name);
-        let (nested, flat) = (file("processor_config.json"), file("preprocessor_config.json"));
-        let bytes = |file: &'_ Option<glimmer_checkpoint::Bytes>| file.as_ref().map(|bytes| bytes.as_slice().to_vec());
-        let processors = Processors::from_files(vision, bytes(&nested).as_deref(), bytes(&flat).as_deref())
-            .map_err(|e| BenchError::model("its picture settings", e))?;
-        let hidden = checkpoint.config().text.hidden_size;
-        Ok(Some(Self { backend, tower, processor: processors.image, limits: DecodeLimits::default(), hidden }))
+        let Some(reader) = PictureReader::load(checkpoint)? else { return Ok(None) };
+        let tower = VisionTower::load(&backend, checkpoint).map_err(|error| BenchError::model("loading", error))?;
+        Ok(tower.map(|tower| Self { reader, backend, tower }))
     }
 
-    /// Features of an encoded picture (PNG, JPEG, WebP, GIF, BMP); `what` names it in errors.
+    /// Features of a picture, `[tokens, hidden]`; `what` names it in errors.
     ///
     /// # Errors
     /// If the file cannot be decoded or the tower fails.
-    pub fn encode(&mut self, what: &str, file: &[u8]) -> Result<Picture, BenchError> {
-        let picture = RgbImage::decode(file, self.limits).map_err(|e| BenchError::model(what, e))?;
-        let patches = self.processor.image(&picture);
-        let features = self.tower.forward(&mut self.backend, &patches).map_err(|e| BenchError::model(what, e))?;
-        let tokens = patches.tokens();
-        if features.len() != tokens * self.hidden {
-            let what = format!("{what}: feature values");
-            return Err(BenchError::Mismatch { what, reference: tokens * self.hidden, found: features.len() });
-        }
-        Ok(Picture { tokens, features })
+    pub fn encode(&mut self, what: &str, file: &[u8]) -> Result<Vec<f32>, BenchError> {
+        let patches = self.reader.read(what, file)?;
+        self.tower.forward(&mut self.backend, &patches).map_err(|error| BenchError::model(what, error))
     }
 }

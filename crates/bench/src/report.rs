@@ -1,8 +1,9 @@
 //! Results as text tables.
 
-use comfy_table::{Cell, CellAlignment, Table, presets};
+use comfy_table::{Cell, CellAlignment, LineStyle, Table, TableStyle};
 
 use crate::acceptance::Acceptance;
+use crate::demo::TaskPair;
 use crate::evaluate::TaskResult;
 use crate::kld::{Divergence, KLD_CAP};
 
@@ -31,12 +32,22 @@ pub fn task_table(models: &[(&str, &[TaskResult])]) -> String {
     table(&header, &rows, 2)
 }
 
+/// Accuracy of two models, one row a task.
+pub(crate) fn pair_table(pairs: &[TaskPair]) -> String {
+    let header = ["task", "thinking", "items", "BF16", "W4A16"].map(str::to_owned);
+    let row = |pair: &TaskPair| {
+        let percent = |accuracy: f64| format!("{accuracy:.1}");
+        let mode = on_off(pair.thinking).to_owned();
+        vec![pair.task.clone(), mode, pair.items.to_string(), percent(pair.bf16), percent(pair.w4a16)]
+    };
+    table(&header, &pairs.iter().map(row).collect::<Vec<_>>(), 2)
+}
+
 /// Divergences from one reference, one row for each named model.
 #[must_use]
 pub fn divergence_table(models: &[(&str, &Divergence)]) -> String {
     let capped = format!("KL capped {KLD_CAP}");
-    let header =
-        ["model", "KL mean", capped.as_str(), "median document", "same top %", "NLL", "NLL reference", "tokens"];
+    let header = ["model", "KL mean", capped.as_str(), "median doc", "same top %", "NLL", "NLL ref", "tokens"];
     let row = |(name, d): &(&str, &Divergence)| {
         vec![
             (*name).to_owned(),
@@ -75,10 +86,13 @@ fn on_off(thinking: bool) -> &'static str {
     if thinking { "on" } else { "off" }
 }
 
+/// A rule under the header and nothing else.
+const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('\u{2500}').junction('\u{2500}'));
+
 /// A table whose first `words` columns are text and the others numbers.
 fn table(header: &[String], rows: &[Vec<String>], words: usize) -> String {
     let mut table = Table::new();
-    table.load_style(presets::UTF8_HORIZONTAL_ONLY);
+    table.load_style(STYLE);
     let align = |(index, text): (usize, &String)| {
         let side = if index < words { CellAlignment::Left } else { CellAlignment::Right };
         Cell::new(text).set_alignment(side)

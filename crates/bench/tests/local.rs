@@ -3,10 +3,9 @@
 
 use glimmer_bench::{
     Answerer, BenchError, Completer, Completion, CompletionSink, EvalOptions, Finish, LocalAnswerer, ModelText,
-    Pictures, PromptSource, Prompted, Question, Task, evaluate, read_task,
+    PictureReader, PromptSource, Prompted, Question, Task, evaluate, read_task,
 };
 use glimmer_checkpoint::{Bytes, Checkpoint};
-use glimmer_tensor::Cpu;
 use serde_json::Value;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
@@ -93,7 +92,7 @@ fn written_reference_answers_score_full_marks() {
                 ..EvalOptions::default()
             };
             let completer = Scripted { text: &text, answers, seen: Vec::new() };
-            let mut answerer = LocalAnswerer::<_, Cpu>::new(&text, completer, None);
+            let mut answerer = LocalAnswerer::new(&text, completer, None);
             for result in evaluate(&mut answerer, &[task(name)], &options, &mut |_, _| {}).unwrap() {
                 assert_eq!((result.correct, result.thinking), (60, thinking), "{name}: {:?}", result.wrong);
             }
@@ -115,7 +114,7 @@ fn a_template_without_a_switch_is_closed_by_hand() {
     let stock = std::fs::read(format!("{ROOT}/data/glm-5.3-flash/chat_template.jinja")).unwrap();
     let text = ModelText::read(&with_file("chat_template.jinja", Some(stock))).unwrap();
     let completer = Scripted { text: &text, answers: vec!["Paris".to_owned()], seen: Vec::new() };
-    let mut answerer = LocalAnswerer::<_, Cpu>::new(&text, completer, None);
+    let mut answerer = LocalAnswerer::new(&text, completer, None);
     let item = &task("facts").items[0];
     let question = Question { id: &item.id, messages: &item.messages, tools: &[], thinking: false, max_tokens: 8 };
     let (answer, _) = answerer.ask(&question).unwrap();
@@ -131,17 +130,16 @@ fn pictures_become_features_and_placeholders() {
     let item = &task("vision").items[0];
     let question = Question { id: &item.id, messages: &item.messages, tools: &[], thinking: false, max_tokens: 8 };
     let scripted = || Scripted { text: &text, answers: vec!["yellow".to_owned()], seen: Vec::new() };
-    let pictures = Pictures::load(Cpu::new(1), &checkpoint).unwrap();
+    let pictures = PictureReader::load(&checkpoint).unwrap();
     let mut answerer = LocalAnswerer::new(&text, scripted(), pictures);
     answerer.ask(&question).unwrap();
     let seen = &answerer.completer().seen[0];
     let image = text.format.tokenizer().added_id("<|image|>").unwrap();
     let placeholders = seen.ids.iter().filter(|&&id| id == image).count();
     assert_eq!(seen.pictures.len(), 1);
-    assert_eq!(seen.pictures[0].tokens, placeholders);
-    assert_eq!(seen.pictures[0].features.len(), placeholders * checkpoint.config().text.hidden_size);
+    assert_eq!(seen.pictures[0].tokens(), placeholders);
     // Without a tower the question is refused, not answered blindly.
-    let mut blind = LocalAnswerer::<_, Cpu>::new(&text, scripted(), None);
+    let mut blind = LocalAnswerer::new(&text, scripted(), None);
     assert!(blind.answer(&[question], &mut |_, _| {}).unwrap_err().to_string().contains("no vision tower"));
 }
 

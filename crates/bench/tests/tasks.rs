@@ -2,9 +2,10 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use glimmer_bench::{
-    Acceptance, Answerer, BenchError, Call, Divergence, DraftCounts, EvalOptions, Finish, Grader, Question, Reply,
-    ReplySink, Task, acceptance_table, divergence_table, evaluate, grade, read_documents, read_task, task_table,
+    Acceptance, Answerer, BenchError, Call, Divergence, EvalOptions, Finish, Grader, Question, Reply, ReplySink, Task,
+    acceptance_table, divergence_table, evaluate, grade, read_documents, read_task, task_table,
 };
+use glimmer_engine::DraftCounts;
 use serde_json::Value;
 
 const EVAL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/eval");
