@@ -15,7 +15,8 @@ use super::{
     Chunks, Cpu, CpuBuffer, CpuCache, CpuSelection,
     simd::{
         Isa,
-        attend::{index_scores, layer_norm, pool_key, rms_norm},
+        index::{index_scores, pool_key},
+        norm::{layer_norm, rms_norm},
     },
     types::{LANES, require, require_equal},
 };

@@ -14,8 +14,9 @@
 use super::{
     Chunks, Cpu, CpuBuffer, CpuMatrix, Panels,
     simd::{
-        attend::{Weights, dots, rms_norm},
         lanes,
+        norm::rms_norm,
+        stored::{Weights, dots},
         streams::{MAX_STREAMS, collapse, merge, sum_of_squares},
     },
     types::{require, require_equal},

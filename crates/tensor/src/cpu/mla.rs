@@ -8,7 +8,10 @@ use super::{
     Cpu, CpuBuffer, CpuCache, CpuSelection, Panels,
     dsa::{check_pages, locate},
     mhc::stored,
-    simd::attend::{Keys, dots, exp_shifted, scores, transposed, weighted_sum},
+    simd::{
+        attend::{Keys, exp_shifted, scores, weighted_sum},
+        stored::{dots, transposed},
+    },
     types::{require, require_equal},
 };
 use crate::{Columns, DsaWeights, Result};

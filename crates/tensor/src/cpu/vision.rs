@@ -7,8 +7,9 @@
 use super::{
     Chunks, Cpu, CpuBuffer, Panels,
     simd::{
-        attend::{Keys, exp_shifted, layer_norm, rms_norm, scores, weighted_sum},
+        attend::{Keys, exp_shifted, scores, weighted_sum},
         gelu::gelu,
+        norm::{layer_norm, rms_norm},
     },
     types::{AlignedVec, require, require_equal},
 };

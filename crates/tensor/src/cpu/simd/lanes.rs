@@ -216,3 +216,65 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::{Bf16, F32, LANES, Stored, dot_lanes, exp, sigmoid, silu, tree};
+
+    #[test]
+    #[allow(clippy::float_cmp, reason = "the limits are exact")]
+    fn exp_is_right_to_two_ulp() {
+        for i in -10_400..8_900 {
+            let x = i as f32 / 100.0 + 0.001_234;
+            let expected = f64::from(x).exp();
+            let ulp = f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
+            if expected < f64::from(f32::MAX) {
+                assert!((f64::from(exp(x)) - expected).abs() <= 2.0 * ulp, "{x}: {} against {expected}", exp(x));
+            }
+        }
+        assert_eq!([exp(0.0), exp(-0.0), exp(-200.0), exp(f32::NEG_INFINITY)], [1.0, 1.0, 0.0, 0.0]);
+        assert_eq!([exp(89.0), exp(1e30), exp(f32::INFINITY)], [f32::INFINITY; 3]);
+        assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn sigmoid_and_silu_hold_their_limits() {
+        for i in -900..900 {
+            let x = i as f32 / 10.0;
+            let expected = 1.0 / (1.0 + (-f64::from(x)).exp());
+            // Results below the normal numbers may be zero.
+            let floor = f64::from(f32::MIN_POSITIVE);
+            assert!((f64::from(sigmoid(x)) - expected).abs() <= 1e-6 * expected + floor, "{x}");
+            let scale = f64::from(x).abs();
+            assert!((f64::from(silu(x)) - f64::from(x) * expected).abs() <= (1e-6 * expected + floor) * scale, "{x}");
+        }
+        assert!(sigmoid(f32::NAN).is_nan() && silu(f32::NAN).is_nan());
+    }
+
+    #[test]
+    #[allow(clippy::float_cmp, reason = "the order of the sum decides its bits")]
+    fn sums_follow_the_tree() {
+        let mut v = [0.0; LANES];
+        // Only the order (0 + 8) + (4 + 12) loses nothing here.
+        (v[0], v[8], v[4], v[12]) = (1e30, -1e30, 1.0, 2.0);
+        assert_eq!(tree(&v), 3.0);
+        (v[0], v[8], v[4], v[12]) = (1e30, 1.0, -1e30, 2.0);
+        assert_eq!(tree(&v), 0.0);
+        // Lane 1 takes elements 1 and 17; a short tail is continued with zeros.
+        let mut a = vec![0.0; 19];
+        (a[1], a[17], a[18]) = (3.0, 5.0, 7.0);
+        assert_eq!(dot_lanes(&a, &a), 83.0);
+    }
+
+    #[test]
+    #[allow(clippy::float_cmp, reason = "widening is exact")]
+    fn stored_weights_widen_exactly_at_any_address() {
+        let values: Vec<f32> = (0..LANES).map(|i| (i as f32 - 7.0) * 0.375).collect();
+        let f32s: Vec<u8> = [0u8].into_iter().chain(values.iter().flat_map(|v| v.to_le_bytes())).collect();
+        let bf16s: Vec<u8> =
+            [0u8].into_iter().chain(values.iter().flat_map(|v| [v.to_le_bytes()[2], v.to_le_bytes()[3]])).collect();
+        assert_eq!(F32::lanes(&f32s[1..])[..], values);
+        assert_eq!(Bf16::lanes(&bf16s[1..])[..], values);
+        assert_eq!(Bf16::partial(&bf16s[1..7])[..4], [values[0], values[1], values[2], 0.0]);
+    }
+}

@@ -4,6 +4,9 @@
 //! register, AVX2 in two, the scalar form in an array. Lane `w` sees the same operations in the same order everywhere and
 //! [`Simd::sum`] adds the lanes in one fixed tree, so the three give the same bits.
 //!
+//! The kernels of attention, delta rule and residual streams, which are loops over whole rows, are plain Rust over
+//! `[f32; 16]` instead ([`lanes`]), compiled three times as well: same lanes, same tree, same promise.
+//!
 //! # Invariant
 //! Every operation of [`Simd`] is exactly rounded (IEEE) or exact, and says what it does with NaN. (Payload and sign of a NaN
 //! are not defined.)
@@ -18,13 +21,17 @@ mod avx512;
 pub(crate) mod chunk;
 pub(crate) mod delta;
 pub(crate) mod gelu;
+pub(crate) mod index;
 pub(crate) mod lanes;
+pub(crate) mod norm;
 pub(crate) mod pack;
 pub(crate) mod product;
 mod scalar;
+pub(crate) mod stored;
 pub(crate) mod streams;
 #[cfg(test)]
 mod tests;
+mod tile;
 pub mod vector;
 mod weights;
 
