@@ -92,6 +92,8 @@ struct Shared {
     /// Counts calls; a change wakes spinning threads.
     calls: AtomicUsize,
     stop: AtomicBool,
+    /// Threads that have come up.
+    started: AtomicUsize,
     /// Largest scratch of a thread.
     most: AtomicUsize,
     /// What the first task that panicked in the open call panicked with.
@@ -144,6 +146,7 @@ impl Pool {
             next: AtomicUsize::new(0),
             calls: AtomicUsize::new(0),
             stop: AtomicBool::new(false),
+            started: AtomicUsize::new(0),
             most: AtomicUsize::new(0),
             panic: Mutex::new(None),
             workers: (0..others).map(|_| Worker::default()).collect(),
@@ -158,6 +161,10 @@ impl Pool {
             })
             .collect();
         THREADS.fetch_add(threads.len() + 1, Ordering::Relaxed);
+        // A thread allocates while it comes up; later would be in the middle of somebody's step.
+        while shared.started.load(Ordering::Acquire) < threads.len() {
+            thread::yield_now();
+        }
         Self { shared, threads, caller: Mutex::default(), reserved: AtomicUsize::new(0) }
     }
 
@@ -279,6 +286,7 @@ impl Shared {
     /// Life of a thread.
     fn serve(&self, index: usize) {
         let worker = &self.workers[index];
+        self.started.fetch_add(1, Ordering::Release);
         let mut seen = 0;
         loop {
             seen = self.wait(worker, seen);
