@@ -161,6 +161,18 @@ pub fn inspect(path: &Path, as_w4a16: bool) -> Result<Inspection, Error> {
     Ok(inspection)
 }
 
+/// As [`inspect`], for a checkpoint that is already open (the one inside the program has no path).
+///
+/// # Errors
+/// [`Error::Invalid`] when the model cannot be stored as W4A16 and that is asked for.
+pub fn inspect_open(subject: &str, checkpoint: &Checkpoint, as_w4a16: bool) -> Result<Inspection, Error> {
+    if as_w4a16 {
+        let config = checkpoint.config();
+        return Ok(derived(subject.to_owned(), config, &Inventory::w4a16(config)?, true));
+    }
+    stored(subject.to_owned(), checkpoint)
+}
+
 fn derived(subject: String, config: &Config, inventory: &Inventory, as_w4a16: bool) -> Inspection {
     let tensors = inventory.tensors().iter().map(|spec| (spec.group.into(), spec.dtype, spec.bytes()));
     let groups = summarize(tensors);

@@ -28,7 +28,7 @@ pub use config::{
 pub use data::{Bytes, DType, TensorData};
 pub use digest::Digest;
 pub use error::{Damage, Error, Fault};
-pub use inspect::{Inspection, Storage, inspect};
+pub use inspect::{Inspection, Storage, inspect, inspect_open};
 pub use inventory::{ExpertMatrix, Group, Inventory, Projection, TensorSpec};
 pub use manifest::Manifest;
 pub use mapping::map_file;

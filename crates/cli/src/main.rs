@@ -1,2 +1,54 @@
-//! The glimmer program.
-fn main() {}
+//! The `glimmer` program: parses the command line, opens what it names, calls the libraries and prints.
+
+#![forbid(unsafe_code)]
+
+mod args;
+mod commands;
+mod embedded;
+mod open;
+mod progress;
+
+use std::process::ExitCode;
+
+use args::{BenchCommand, Cli, Command};
+use clap::Parser as _;
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    match run(cli) {
+        Ok(code) => code,
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            anstream::eprintln!("{}error:{} {error:#}", progress::RED.render(), progress::RED.render_reset());
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Runs one command. Exit codes: 0 done, 1 a check failed (`verify`), 2 an error.
+fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    let threads = open::threads(cli.threads);
+    match cli.command {
+        Command::Demo(args) => commands::demo::run(&args, threads),
+        Command::Inspect(args) => commands::inspect::run(&args),
+        Command::Quantize(args) => commands::quantize::run(&args, threads),
+        Command::Verify(args) => commands::verify::run(&args),
+        Command::Generate(args) => commands::generate::run(&args, threads),
+        Command::Chat(args) => commands::chat::run(&args, threads),
+        Command::Eval(args) => commands::eval::run(&args, threads),
+        Command::Synth(args) => commands::synth::run(&args),
+        Command::Dequantize(args) => commands::artifact::dequantize(&args),
+        Command::MergeMtp(args) => commands::artifact::merge_mtp(&args),
+        Command::FixConfig(args) => commands::artifact::fix_config(&args),
+        Command::Bench(BenchCommand::Kernels(args)) => commands::bench::kernels(&args, threads),
+        Command::Bench(BenchCommand::Model(args)) => commands::bench::model(&args, threads),
+        Command::Bench(BenchCommand::Gptq(args)) => commands::bench::gptq(&args, threads),
+    }
+}
+
+/// Whether the reader of our output went away (`glimmer inspect | head`): not an error.
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe))
+}

@@ -1,0 +1,12 @@
+//! One module a command: arguments in, library call, printed result out.
+
+pub(crate) mod artifact;
+pub(crate) mod bench;
+pub(crate) mod chat;
+pub(crate) mod demo;
+pub(crate) mod eval;
+pub(crate) mod generate;
+pub(crate) mod inspect;
+pub(crate) mod quantize;
+pub(crate) mod synth;
+pub(crate) mod verify;

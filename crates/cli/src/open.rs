@@ -1,0 +1,46 @@
+//! Opening what the command line names: a model directory or the embedded model, files, threads.
+
+use std::path::Path;
+
+use anyhow::{Context as _, bail};
+use glimmer_checkpoint::{Bytes, Checkpoint};
+
+use crate::embedded;
+
+/// Opens a model directory, or the embedded model when none is named.
+///
+/// # Errors
+/// What is wrong with the directory; or that this build has no embedded model.
+pub(crate) fn model(directory: Option<&Path>) -> anyhow::Result<Checkpoint> {
+    match directory {
+        Some(directory) => {
+            Checkpoint::open(directory).with_context(|| format!("cannot open the model in {}", directory.display()))
+        }
+        None => embedded_model(),
+    }
+}
+
+/// The embedded model.
+///
+/// # Errors
+/// This build has none.
+pub(crate) fn embedded_model() -> anyhow::Result<Checkpoint> {
+    if embedded::MODEL.is_empty() {
+        bail!("this build has no embedded model (feature `embedded` is off): name a model directory");
+    }
+    let files = embedded::MODEL.iter().map(|(name, bytes)| ((*name).to_owned(), Bytes::new(*bytes))).collect();
+    Checkpoint::from_files(files).context("cannot open the embedded model")
+}
+
+/// Reads a text file, naming it in the error.
+///
+/// # Errors
+/// The file cannot be read or is not UTF-8.
+pub(crate) fn text(path: &Path) -> anyhow::Result<String> {
+    std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// Worker threads: as asked, else one a core.
+pub(crate) fn threads(asked: Option<u16>) -> usize {
+    asked.map_or_else(|| std::thread::available_parallelism().map_or(1, usize::from), usize::from)
+}
