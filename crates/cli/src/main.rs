@@ -7,6 +7,7 @@ mod commands;
 mod embedded;
 mod open;
 mod progress;
+mod session;
 
 use std::process::ExitCode;
 

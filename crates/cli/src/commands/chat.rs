@@ -1,0 +1,83 @@
+//! `glimmer chat`: a conversation in the terminal.
+
+use std::{
+    io::{BufRead as _, IsTerminal as _, Write as _},
+    path::Path,
+    process::ExitCode,
+    time::Instant,
+};
+
+use glimmer_text::{Message, Role};
+
+use super::generate::{read_image, user_message};
+use crate::{args::ChatArgs, progress, session::Session};
+
+const HELP: &str = "/image FILE  ask the next question about a picture\n\
+                    /clear       forget the conversation\n\
+                    /help        this\n\
+                    /quit        leave (so does end of input)";
+
+/// Reads questions line by line and answers them. Works in a pipe, too: one question a line.
+pub(crate) fn run(args: &ChatArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let mut session = Session::open(args.model.as_deref(), &args.prompting, &args.sampling, threads)?;
+    let system = || args.prompting.system.iter().map(|text| Message::text(Role::System, text));
+    let (mut messages, mut images): (Vec<Message>, Vec<_>) = (system().collect(), Vec::new());
+    let mut waiting = Vec::new();
+    let interactive = std::io::stdin().is_terminal();
+    let (bold, dim) = (progress::BOLD, progress::DIM);
+    if interactive {
+        writeln!(anstream::stderr(), "{bold}{}{bold:#}. /help lists the commands.", session.name())?;
+    }
+    let mut line = String::new();
+    loop {
+        if interactive {
+            write!(anstream::stderr(), "{bold}> {bold:#}")?;
+        }
+        line.clear();
+        if std::io::stdin().lock().read_line(&mut line)? == 0 {
+            return Ok(ExitCode::SUCCESS);
+        }
+        let text = line.trim();
+        match text.split_once(char::is_whitespace).unwrap_or((text, "")) {
+            ("", _) => {}
+            ("/quit" | "/exit", _) => return Ok(ExitCode::SUCCESS),
+            ("/help", _) => writeln!(anstream::stderr(), "{HELP}")?,
+            ("/clear", _) => {
+                messages = system().collect();
+                images.clear();
+                waiting.clear();
+            }
+            ("/image", file) => match read_image(Path::new(file.trim())) {
+                Ok(image) => waiting.push(image),
+                Err(error) => writeln!(anstream::stderr(), "{error:#}")?,
+            },
+            (command, _) if command.starts_with('/') && !command[1..].contains('/') => {
+                writeln!(anstream::stderr(), "{command}: no such command\n{HELP}")?;
+            }
+            _ => {
+                let began = Instant::now();
+                let (kept_messages, kept_images) = (messages.len(), images.len());
+                messages.push(user_message(text, waiting.len()));
+                images.append(&mut waiting);
+                let answered = session
+                    .chat_request(&messages, &[], &images)
+                    .and_then(|request| session.answer(request, &[], false));
+                match answered {
+                    Ok(answered) => {
+                        let mut reply = Message::text(Role::Assistant, answered.answer.content.clone().unwrap_or_default());
+                        reply.reasoning.clone_from(&answered.answer.reasoning);
+                        messages.push(reply);
+                        writeln!(anstream::stderr(), "{dim}{}{dim:#}", session.summary(&answered, began))?;
+                    }
+                    // The conversation goes on as if the question had not been asked.
+                    Err(error) if crate::is_broken_pipe(&error) => return Err(error),
+                    Err(error) => {
+                        messages.truncate(kept_messages);
+                        images.truncate(kept_images);
+                        writeln!(anstream::stderr(), "{error:#}")?;
+                    }
+                }
+            }
+        }
+    }
+}
