@@ -44,3 +44,16 @@ pub(crate) fn text(path: &Path) -> anyhow::Result<String> {
 pub(crate) fn threads(asked: Option<u16>) -> usize {
     asked.map_or_else(|| std::thread::available_parallelism().map_or(1, usize::from), usize::from)
 }
+
+/// Writes the embedded model's files into a new directory.
+///
+/// # Errors
+/// What the file system says.
+pub(crate) fn write_embedded(directory: &Path) -> anyhow::Result<()> {
+    std::fs::create_dir_all(directory).with_context(|| format!("cannot create {}", directory.display()))?;
+    for (name, bytes) in embedded::MODEL {
+        let path = directory.join(name);
+        std::fs::write(&path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(())
+}

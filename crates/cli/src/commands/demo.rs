@@ -1,0 +1,101 @@
+//! `glimmer demo`: the whole chain on the embedded model.
+
+use std::{fs, io::Write as _, path::Path, process::ExitCode};
+
+use anyhow::{Context as _, bail};
+use glimmer_bench::{DemoInput, DemoProgress, demo, read_documents, read_task};
+use indicatif::ProgressBar;
+
+use crate::{args::DemoArgs, embedded, open, progress};
+
+/// Items of each task and mode.
+const ITEMS: usize = 40;
+/// Tasks of the demo: those that the model was trained for.
+const TASKS: &[&str] = &[
+    "arithmetic", "arithmetic_hard", "word_problem", "text", "facts", "tools", "tools_final", "vision", "recall",
+];
+
+/// Runs the chain, prints its page and writes its JSON. Exit code 1 when the artifact fails a gate.
+pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    if embedded::MODEL.is_empty() {
+        bail!("the demo runs on the embedded model, which this build leaves out (feature `embedded`)");
+    }
+    if let Some(keep) = &args.keep
+        && fs::read_dir(keep).is_ok_and(|mut entries| entries.next().is_some())
+    {
+        bail!("--keep {}: the directory is not empty; name a new one", keep.display());
+    }
+    let scratch = Scratch::create()?;
+    let (source, parity) = (scratch.path.join("bf16"), scratch.path.join("w4a16-parity"));
+    let artifact = args.keep.clone().unwrap_or_else(|| scratch.path.join("w4a16"));
+    open::write_embedded(&source)?;
+    let tasks = embedded::TASKS
+        .iter()
+        .filter(|(name, _)| TASKS.contains(&name.trim_end_matches(".jsonl")))
+        .map(|(name, bytes)| Ok(read_task(name, std::str::from_utf8(bytes)?)?))
+        .collect::<anyhow::Result<Vec<_>>>()?;
+    let calibration = read_documents("the embedded calibration set", std::str::from_utf8(embedded::CALIBRATION)?)?;
+    let documents = read_documents("the embedded documents", std::str::from_utf8(embedded::DOCUMENTS)?)?;
+    let input = DemoInput {
+        source: &source,
+        artifact: &artifact,
+        parity: &parity,
+        tasks: &tasks,
+        calibration: &calibration,
+        documents: &documents,
+        items: ITEMS,
+        draft_depth: 2,
+        batch: 16,
+        threads,
+    };
+    let mut bar = Bar { bar: progress::bar(1000, "") };
+    let report = demo(&input, &mut bar)?;
+    bar.bar.finish_and_clear();
+    if let Some(path) = &args.json {
+        let mut text = serde_json::to_string_pretty(&report)?;
+        text.push('\n');
+        if let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
+            fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
+        }
+        fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    writeln!(anstream::stdout(), "{}", report.page())?;
+    Ok(ExitCode::from(u8::from(!report.verify.passed)))
+}
+
+struct Bar {
+    bar: ProgressBar,
+}
+
+impl DemoProgress for Bar {
+    fn stage(&mut self, name: &str) {
+        self.bar.set_prefix(name.to_owned());
+        self.bar.set_position(0);
+    }
+
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a share of 0 to 1")]
+    fn done(&mut self, share: f64) {
+        self.bar.set_position((share.clamp(0.0, 1.0) * 1000.0) as u64);
+    }
+}
+
+/// A directory that goes away with the value.
+struct Scratch {
+    path: std::path::PathBuf,
+}
+
+impl Scratch {
+    fn create() -> anyhow::Result<Self> {
+        let unique = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_nanos());
+        let path = std::env::temp_dir().join(format!("glimmer-{}-{unique}", std::process::id()));
+        fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
+        Ok(Self { path })
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        // Best effort: a leftover in the temporary directory harms nobody.
+        drop(fs::remove_dir_all(AsRef::<Path>::as_ref(&self.path)));
+    }
+}

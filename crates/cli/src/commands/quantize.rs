@@ -1,0 +1,132 @@
+//! `glimmer quantize`.
+
+use std::{io::Write as _, process::ExitCode};
+
+use anyhow::{Context as _, bail};
+use glimmer_bench::{Document, ModelText, PictureEncoder, calibration_samples, read_calibration};
+use glimmer_checkpoint::Checkpoint;
+use glimmer_quantize::{
+    CalibratedExperts, CalibrationSample, IgnoreStyle, Method, Options, Progress, Recipe, gptq::Order, quantize,
+    scales::ScaleRule,
+};
+use glimmer_tensor::Cpu;
+use indicatif::ProgressBar;
+
+use crate::{args, args::QuantizeArgs, embedded, open, progress};
+
+/// Makes a W4A16 artifact.
+pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let recipe = recipe(args);
+    let source = open::model(args.source.as_deref())?;
+    let samples =
+        if recipe.method == Method::Rtn { Vec::new() } else { calibration(args, &source, threads)? };
+    let budget = args.budget_gib * f64::from(1 << 30);
+    if !(budget.is_finite() && budget >= 1.0) {
+        bail!("--budget-gib {}: expected a positive number of GiB", args.budget_gib);
+    }
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive and finite; saturates")]
+    let options =
+        Options { budget_bytes: budget as usize, threads, resume: args.resume, ..Options::new(args.out.clone()) };
+    let mut bar = Bar { bar: progress::bar(0, "quantizing") };
+    let finished = quantize(Cpu::new(threads), &source, &samples, &recipe, &options, &mut bar)?;
+    bar.bar.finish_and_clear();
+    let (report, timing) = (&finished.report, &finished.timing);
+    let fallbacks = report.fallbacks().count();
+    let mut out = anstream::stdout().lock();
+    writeln!(
+        out,
+        "{}: {} matrices, {} calibration tokens, {:.1} s (forward {:.1}, solve {:.1}, copies {:.1})",
+        args.out.display(),
+        report.matrices().count(),
+        report.tokens,
+        timing.total,
+        timing.forward,
+        timing.solve,
+        timing.copies
+    )?;
+    if fallbacks > 0 {
+        writeln!(out, "{fallbacks} matrices were rounded to nearest: the report in the directory lists them")?;
+    }
+    let source = args.source.as_ref().map_or(String::new(), |dir| format!(" --source {}", dir.display()));
+    writeln!(out, "next: glimmer verify --artifact {}{source}", args.out.display())?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn recipe(args: &QuantizeArgs) -> Recipe {
+    let ignore_style = match args.ignore_style {
+        args::IgnoreStyle::Regex => IgnoreStyle::Regex,
+        args::IgnoreStyle::Dual => IgnoreStyle::Dual,
+    };
+    if args.parity {
+        return Recipe { ignore_style, ..Recipe::parity() };
+    }
+    Recipe {
+        method: match args.method {
+            args::Method::Gptq => Method::Gptq,
+            args::Method::Rtn => Method::Rtn,
+        },
+        order: match args.order {
+            args::Order::Static => Order::Static,
+            args::Order::None => Order::Natural,
+        },
+        scales: match args.scales {
+            args::Scales::Minmax => ScaleRule::Minmax,
+            args::Scales::Mse => ScaleRule::Mse,
+            args::Scales::Imse => ScaleRule::Imse,
+        },
+        shrink: args.shrink,
+        damp: args.damp,
+        experts: match args.experts {
+            args::CalibratedExperts::Routed => CalibratedExperts::Routed,
+            args::CalibratedExperts::All => CalibratedExperts::All,
+        },
+        ignore_style,
+        ..Recipe::default()
+    }
+}
+
+/// The calibration samples that `--calib` names; the embedded set for the embedded model.
+fn calibration(args: &QuantizeArgs, source: &Checkpoint, threads: usize) -> anyhow::Result<Vec<CalibrationSample>> {
+    let (name, text) = match (&args.calib, &args.source) {
+        (Some(path), _) => (path.display().to_string(), open::text(path)?),
+        (None, None) => ("the embedded calibration set".to_owned(), String::from_utf8(embedded::CALIBRATION.to_vec())?),
+        (None, Some(_)) => bail!(
+            "--calib is missing: GPTQ needs calibration samples (JSON lines with `text` or `input_ids`); without any, use --method rtn"
+        ),
+    };
+    let documents = documents(&name, &text, source)?;
+    let mut pictures =
+        if documents.iter().any(|d| !d.images.is_empty()) { PictureEncoder::load(Cpu::new(threads), source)? } else { None };
+    Ok(calibration_samples(&documents, pictures.as_mut())?)
+}
+
+fn documents(name: &str, text: &str, source: &Checkpoint) -> anyhow::Result<Vec<Document>> {
+    // The tokenizer is needed only where lines hold text.
+    let tokenizer = ModelText::read(source);
+    let mut encode = |text: &str| match &tokenizer {
+        Ok(model) => model.format.tokenizer().encode(text).map_err(|e| e.to_string()),
+        Err(error) => Err(error.to_string()),
+    };
+    read_calibration(name, text, &mut encode).with_context(|| format!("calibration samples from {name}"))
+}
+
+/// Draws the run.
+struct Bar {
+    bar: ProgressBar,
+}
+
+impl Progress for Bar {
+    fn start(&mut self, total: u64, done: u64) {
+        self.bar.set_length(total);
+        self.bar.set_position(done);
+        self.bar.reset_eta();
+    }
+
+    fn advance(&mut self, units: u64) {
+        self.bar.inc(units);
+    }
+
+    fn phase(&mut self, text: &str) {
+        self.bar.set_message(text.to_owned());
+    }
+}
