@@ -21,7 +21,7 @@ mod report;
 mod tasks;
 
 pub use acceptance::Acceptance;
-pub use calibration::calibration_samples;
+pub use calibration::{calibration_samples, read_calibration};
 pub use demo::{
     DemoAnswer, DemoInput, DemoProgress, DemoReport, KldSummary, MtpSummary, QuantizeSummary, StageTime, TaskPair,
     VerifySummary, demo,

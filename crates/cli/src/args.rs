@@ -43,10 +43,6 @@ pub(crate) enum Command {
     Synth(SynthArgs),
     /// Print one tensor of an artifact as numbers
     Dequantize(DequantizeArgs),
-    /// Add the BF16 draft (MTP) layer of a checkpoint to an artifact that lacks it
-    MergeMtp(MergeMtpArgs),
-    /// Rewrite only the quantization targets and the ignore list of an artifact's config.json
-    FixConfig(FixConfigArgs),
     /// Measure this machine
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -350,25 +346,6 @@ pub(crate) struct DequantizeArgs {
     pub(crate) out: Option<PathBuf>,
 }
 
-#[derive(Debug, Args)]
-pub(crate) struct MergeMtpArgs {
-    /// Checkpoint that has the draft layer
-    #[arg(long, value_name = "DIR")]
-    pub(crate) source: PathBuf,
-    /// Artifact that lacks it
-    #[arg(long, value_name = "DIR")]
-    pub(crate) artifact: PathBuf,
-}
-
-#[derive(Debug, Args)]
-pub(crate) struct FixConfigArgs {
-    /// Artifact whose config.json is rewritten (the old one is kept beside it)
-    pub(crate) artifact: PathBuf,
-    /// How config.json says what is not quantized
-    #[arg(long, value_enum, default_value = "regex")]
-    pub(crate) ignore_style: IgnoreStyle,
-}
-
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
     /// Kernels against the limits of this machine, measured in the same run
@@ -391,8 +368,11 @@ pub(crate) struct BenchModelArgs {
     /// Model directory (default: the embedded model)
     #[arg(long, short, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
+    /// Tokens of each prompt
+    #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) prompt_tokens: u32,
     /// Tokens generated a sequence
-    #[arg(long, default_value_t = 128, value_name = "N")]
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) tokens: u32,
     /// Tokens drafted a step
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
@@ -405,11 +385,11 @@ pub(crate) struct BenchModelArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchGptqArgs {
     /// Columns of the matrix
-    #[arg(long, default_value_t = 2048, value_name = "N")]
-    pub(crate) columns: usize,
+    #[arg(long, default_value_t = 2048, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=16384))]
+    pub(crate) columns: u32,
     /// Rows of the matrix
-    #[arg(long, default_value_t = 2048, value_name = "N")]
-    pub(crate) rows: usize,
+    #[arg(long, default_value_t = 2048, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) rows: u32,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,

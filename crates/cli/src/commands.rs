@@ -1,9 +1,9 @@
 //! One module a command: arguments in, library call, printed result out.
 
-pub(crate) mod artifact;
 pub(crate) mod bench;
 pub(crate) mod chat;
 pub(crate) mod demo;
+pub(crate) mod dequantize;
 pub(crate) mod eval;
 pub(crate) mod generate;
 pub(crate) mod inspect;

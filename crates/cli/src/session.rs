@@ -3,7 +3,7 @@
 use std::{io::Write as _, path::Path, time::Instant};
 
 use anyhow::{Context as _, bail};
-use glimmer_bench::{ModelText, Pictures};
+use glimmer_bench::{ModelText, PictureEncoder};
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{Finish, Flow, Generator, Output, Request, SamplingParams, Settings};
 use glimmer_tensor::Cpu;
@@ -29,7 +29,7 @@ pub(crate) struct Session {
     checkpoint: Checkpoint,
     text: ModelText,
     generator: Generator<Cpu>,
-    pictures: Option<Pictures<Cpu>>,
+    pictures: Option<PictureEncoder<Cpu>>,
     threads: usize,
     variables: Map<String, Value>,
     sampling: SamplingParams,
@@ -119,8 +119,8 @@ impl Session {
         let (mut counts, mut features) = (Vec::new(), Vec::new());
         for (name, bytes) in images {
             let picture = self.vision()?.encode(name, bytes)?;
-            counts.push(picture.tokens);
-            features.extend(picture.features);
+            counts.push(picture.len() / self.checkpoint.config().text.hidden_size);
+            features.extend(picture);
         }
         let mut ids = self.text.format.expand(&prompt, &counts, &[])?;
         let tokenizer = self.text.format.tokenizer();
@@ -149,9 +149,9 @@ impl Session {
     }
 
     /// The vision tower, loaded when the first picture comes.
-    fn vision(&mut self) -> anyhow::Result<&mut Pictures<Cpu>> {
+    fn vision(&mut self) -> anyhow::Result<&mut PictureEncoder<Cpu>> {
         if self.pictures.is_none() {
-            self.pictures = Pictures::load(Cpu::new(self.threads), &self.checkpoint)?;
+            self.pictures = PictureEncoder::load(Cpu::new(self.threads), &self.checkpoint)?;
         }
         let Some(pictures) = &mut self.pictures else { bail!("this model has no vision tower: ask without a picture") };
         Ok(pictures)

@@ -2,8 +2,8 @@
 
 use std::{io::Write as _, process::ExitCode};
 
-use anyhow::{Context as _, bail};
-use glimmer_bench::{Document, ModelText, PictureEncoder, calibration_samples, read_calibration};
+use anyhow::bail;
+use glimmer_bench::{PictureEncoder, calibration_samples, read_calibration};
 use glimmer_checkpoint::Checkpoint;
 use glimmer_quantize::{
     CalibratedExperts, CalibrationSample, IgnoreStyle, Method, Options, Progress, Recipe, gptq::Order, quantize,
@@ -94,20 +94,10 @@ fn calibration(args: &QuantizeArgs, source: &Checkpoint, threads: usize) -> anyh
             "--calib is missing: GPTQ needs calibration samples (JSON lines with `text` or `input_ids`); without any, use --method rtn"
         ),
     };
-    let documents = documents(&name, &text, source)?;
-    let mut pictures =
-        if documents.iter().any(|d| !d.images.is_empty()) { PictureEncoder::load(Cpu::new(threads), source)? } else { None };
+    let documents = read_calibration(&name, &text, source)?;
+    let pictures = documents.iter().any(|d| !d.images.is_empty());
+    let mut pictures = if pictures { PictureEncoder::load(Cpu::new(threads), source)? } else { None };
     Ok(calibration_samples(&documents, pictures.as_mut())?)
-}
-
-fn documents(name: &str, text: &str, source: &Checkpoint) -> anyhow::Result<Vec<Document>> {
-    // The tokenizer is needed only where lines hold text.
-    let tokenizer = ModelText::read(source);
-    let mut encode = |text: &str| match &tokenizer {
-        Ok(model) => model.format.tokenizer().encode(text).map_err(|e| e.to_string()),
-        Err(error) => Err(error.to_string()),
-    };
-    read_calibration(name, text, &mut encode).with_context(|| format!("calibration samples from {name}"))
 }
 
 /// Draws the run.

@@ -1,0 +1,113 @@
+//! `glimmer bench`: figures of this machine, each beside its limit from the same run.
+
+use std::{io::Write as _, path::Path, process::ExitCode};
+
+use anyhow::Context as _;
+use glimmer_engine::{Flow, Generator, Request, Settings};
+use glimmer_quantize::bench::solve_speed;
+use glimmer_tensor::{
+    Cpu,
+    cpu::bench::{CpuBenchPlan, measure},
+};
+use serde::Serialize;
+use serde_json::{Value, json};
+
+use crate::{
+    args::{BenchGptqArgs, BenchJson, BenchModelArgs},
+    open,
+};
+
+/// CPU kernels against the machine.
+pub(crate) fn kernels(args: &BenchJson, threads: usize) -> anyhow::Result<ExitCode> {
+    let bench = measure(&mut Cpu::new(threads), &CpuBenchPlan::default())?;
+    let mut out = anstream::stdout().lock();
+    writeln!(out, "{} on {} threads", bench.isa, bench.threads)?;
+    writeln!(out, "read from memory        {:8.1} GB/s", bench.read_gbps)?;
+    writeln!(out, "f32 multiply-add        {:8.1} GFLOP/s", bench.fma_gflops)?;
+    writeln!(out, "fork and join           {:8.2} us", bench.join_us)?;
+    let share = bench.bf16_share_of_read();
+    writeln!(out, "BF16 matrix x vector    {:8.1} GB/s     {:3.0} % of read", bench.bf16_matvec_gbps, 100.0 * share)?;
+    let share = bench.int4_share_of_read();
+    writeln!(out, "INT4 matrix x vector    {:8.1} GB/s     {:3.0} % of read", bench.int4_matvec_gbps, 100.0 * share)?;
+    for p in &bench.products {
+        let percent = |gflops: f64| 100.0 * gflops / bench.fma_gflops;
+        writeln!(
+            out,
+            "{:4} rows: BF16 {:6.1} GFLOP/s {:3.0} %, INT4 {:6.1} GFLOP/s {:3.0} % of multiply-add",
+            p.rows,
+            p.bf16_gflops,
+            percent(p.bf16_gflops),
+            p.int4_gflops,
+            percent(p.int4_gflops)
+        )?;
+    }
+    save(args.json.as_deref(), &bench)
+}
+
+/// Decode and prefill rates of a model.
+pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let checkpoint = open::model(args.model.as_deref())?;
+    let depth = if checkpoint.config().text.mtp_layer().is_some() { args.draft_depth as usize } else { 0 };
+    let (prompt, new) = (args.prompt_tokens as usize, args.tokens as usize);
+    let mut rows: Vec<Value> = Vec::new();
+    let mut out = anstream::stdout().lock();
+    writeln!(
+        out,
+        "{}, {threads} threads, prompts of {prompt} tokens, {new} new tokens, draft depth {depth}",
+        checkpoint.location()
+    )?;
+    writeln!(out, "{:>9}  {:>13}  {:>12}  {:>13}", "sequences", "prefill tok/s", "decode tok/s", "tokens a step")?;
+    for sequences in [1, 4, 16] {
+        let settings =
+            Settings { sequences, depth, context: Some(prompt + new + 1), rows: 256, ..Settings::default() };
+        let mut generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
+        let vocabulary = generator.vocabulary();
+        // The second round is measured; the first one touches every page.
+        for round in 0..2 {
+            generator.reset_stats();
+            for s in 0..sequences {
+                let token = |t: usize| u32::try_from((t * 7919 + s * 104_729 + round) % (vocabulary / 2)).unwrap_or(0);
+                let request = Request { ignore_eos: true, ..Request::new((0..prompt).map(token).collect(), new) };
+                generator.submit(request)?;
+            }
+            generator.run(&mut |_| Flow::Continue)?;
+        }
+        let stats = generator.stats();
+        writeln!(
+            out,
+            "{sequences:>9}  {:>13.0}  {:>12.0}  {:>13.2}",
+            stats.prefill_rate(),
+            stats.decode_rate(),
+            stats.drafts.mean_length()
+        )?;
+        rows.push(json!({"sequences": sequences, "prefill_tokens_per_second": stats.prefill_rate(),
+            "decode_tokens_per_second": stats.decode_rate(), "mean_acceptance_length": stats.drafts.mean_length()}));
+    }
+    save(args.json.as_deref(), &json!({"model": checkpoint.location(), "threads": threads, "depth": depth, "rows": rows}))
+}
+
+/// The GPTQ solve against the machine's multiply-add rate.
+pub(crate) fn gptq(args: &BenchGptqArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let speed = solve_speed(args.columns as usize, args.rows as usize, threads);
+    let mut out = anstream::stdout().lock();
+    writeln!(out, "{} columns, {} rows, {} threads", speed.n, speed.rows, speed.threads)?;
+    writeln!(out, "f32 multiply-add  {:8.1} GFLOP/s", speed.peak_gflops)?;
+    writeln!(out, "Hessian           {:8.1} GFLOP/s  {:.2} s", speed.hessian_gflops, speed.hessian_seconds)?;
+    writeln!(out, "scale search                         {:.2} s", speed.scales_seconds)?;
+    writeln!(
+        out,
+        "solve             {:8.1} GFLOP/s  {:.2} s  {:.0} % of multiply-add",
+        speed.solve_gflops,
+        speed.solve_seconds,
+        100.0 * speed.ratio
+    )?;
+    save(args.json.as_deref(), &speed)
+}
+
+fn save(path: Option<&Path>, result: &impl Serialize) -> anyhow::Result<ExitCode> {
+    if let Some(path) = path {
+        let text = serde_json::to_string_pretty(result)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}

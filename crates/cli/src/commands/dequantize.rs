@@ -1,0 +1,64 @@
+//! `glimmer dequantize`: one tensor as numbers.
+
+use std::{io::Write as _, process::ExitCode};
+
+use anyhow::{Context as _, bail};
+use glimmer_checkpoint::{Checkpoint, DType, TensorData, int4};
+
+use crate::{args::DequantizeArgs, open};
+
+/// Prints a summary of a tensor, or writes all its values.
+pub(crate) fn run(args: &DequantizeArgs) -> anyhow::Result<ExitCode> {
+    let artifact = open::model(Some(&args.artifact))?;
+    let (shape, values) = values(&artifact, &args.tensor)?;
+    let mut out = anstream::stdout().lock();
+    if let Some(path) = &args.out {
+        let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
+        std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+        writeln!(out, "{}: {} values, shape {shape:?}, f32 little-endian", path.display(), values.len())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let count = values.len().max(1) as f64;
+    let (mut low, mut high, mut sum, mut squares) = (f32::INFINITY, f32::NEG_INFINITY, 0.0f64, 0.0f64);
+    for &x in &values {
+        (low, high) = (low.min(x), high.max(x));
+        sum += f64::from(x);
+        squares += f64::from(x) * f64::from(x);
+    }
+    writeln!(out, "shape {shape:?}, {} values", values.len())?;
+    writeln!(out, "range {low} to {high}, mean {:.6}, root mean square {:.6}", sum / count, (squares / count).sqrt())?;
+    let first: Vec<String> = values.iter().take(8).map(ToString::to_string).collect();
+    writeln!(out, "first {}", first.join(" "))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Shape and values of a stored tensor, or of the matrix that a packed one stands for.
+fn values(artifact: &Checkpoint, name: &str) -> anyhow::Result<(Vec<usize>, Vec<f32>)> {
+    let base = name.strip_suffix("_packed").unwrap_or(name);
+    let base = base.strip_suffix(".weight").unwrap_or(base);
+    let packed = format!("{base}.weight_packed");
+    if artifact.has(&packed) {
+        let (packed, scale) = (artifact.tensor(&packed)?, artifact.tensor(&format!("{base}.weight_scale"))?);
+        let [rows, words] = packed.shape[..] else { bail!("{}: expected two dimensions", packed.name) };
+        let cols = words * 32 / int4::BITS as usize;
+        let values = int4::dequantize_matrix(packed.bytes.as_slice(), scale.bytes.as_slice(), cols)?;
+        return Ok((vec![rows, cols], values.into_iter().map(f32::from).collect()));
+    }
+    let stored = [name.to_owned(), format!("{base}.weight")].into_iter().find(|n| artifact.has(n));
+    let Some(stored) = stored else {
+        bail!("there is no tensor `{name}` here, packed or not; `glimmer inspect` lists the groups");
+    };
+    let tensor = artifact.tensor(&stored)?;
+    Ok((tensor.shape.clone(), widen(&tensor)?))
+}
+
+fn widen(tensor: &TensorData) -> anyhow::Result<Vec<f32>> {
+    let bytes = tensor.bytes.as_slice();
+    Ok(match tensor.dtype {
+        DType::Bf16 => {
+            bytes.chunks_exact(2).map(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16)).collect()
+        }
+        DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
+        other => bail!("{}: {other} tensors are not numbers to print; expected BF16, F32 or a packed matrix", tensor.name),
+    })
+}

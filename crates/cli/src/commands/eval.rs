@@ -1,0 +1,143 @@
+//! `glimmer eval`: tasks, divergence, acceptance.
+
+use std::{io::Write as _, path::Path, process::ExitCode};
+
+use anyhow::{Context as _, bail};
+use glimmer_bench::{
+    Acceptance, Document, EngineCompleter, EvalOptions, LocalAnswerer, ModelText, PanelScorer, PictureReader, Task,
+    acceptance_table, divergence, divergence_table, evaluate, read_documents, read_task, task_table,
+};
+use glimmer_checkpoint::Checkpoint;
+use glimmer_engine::Settings;
+use glimmer_tensor::Cpu;
+use serde_json::{Value, json};
+
+use crate::{
+    args::{EvalArgs, Thinking},
+    embedded, open, progress,
+};
+
+/// Longest prompt with its answer.
+const CONTEXT_TOKENS: usize = 1 << 14;
+/// Rows a step.
+const ROWS: usize = 256;
+
+/// Evaluates a model.
+pub(crate) fn run(args: &EvalArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    if args.batch == 0 {
+        bail!("--batch 0: at least one item is answered at a time");
+    }
+    let checkpoint = open::model(args.model.as_deref())?;
+    let text = ModelText::read(&checkpoint)?;
+    let result = match &args.kld_against {
+        Some(reference) => panel(args, &checkpoint, reference, &text, threads)?,
+        None => tasks(args, &checkpoint, &text, threads)?,
+    };
+    if let Some(path) = &args.json {
+        std::fs::write(path, format!("{result:#}\n")).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Accuracy, or with `--acceptance` only the share of accepted drafts, by task.
+fn tasks(args: &EvalArgs, checkpoint: &Checkpoint, text: &ModelText, threads: usize) -> anyhow::Result<Value> {
+    let tasks = read_tasks(&args.task)?;
+    let has_draft_layer = checkpoint.config().text.mtp_layer().is_some();
+    if args.acceptance && (args.draft_depth == 0 || !has_draft_layer) {
+        bail!("--acceptance needs a model with a draft layer and a --draft-depth of at least 1");
+    }
+    let depth = if has_draft_layer { args.draft_depth as usize } else { 0 };
+    let settings = Settings {
+        sequences: args.batch,
+        context: Some(CONTEXT_TOKENS.min(checkpoint.config().text.max_position_embeddings)),
+        rows: ROWS.max(args.batch * (depth + 1)),
+        depth,
+        real_vocab: Some(text.format.tokenizer().vocab_size()),
+        ..Settings::default()
+    };
+    let options = EvalOptions {
+        thinking_on: args.thinking != Thinking::Off,
+        thinking_off: args.thinking != Thinking::On,
+        limit: args.limit,
+        max_tokens: args.max_tokens as usize,
+    };
+    let bar = progress::bar(0, "answering");
+    let (mut results, mut sets) = (Vec::new(), Vec::new());
+    for task in &tasks {
+        // An engine for each task: drafts are counted by task.
+        let completer = EngineCompleter::load(Cpu::new(threads), checkpoint, &settings)?;
+        let mut answerer = LocalAnswerer::new(text, completer, PictureReader::load(checkpoint)?);
+        bar.set_message(task.name.clone());
+        results.extend(evaluate(&mut answerer, std::slice::from_ref(task), &options, &mut |done, all| {
+            bar.set_length(all as u64);
+            bar.set_position(done as u64);
+        })?);
+        sets.push((task.name.clone(), Acceptance::from(answerer.completer().drafts())));
+    }
+    bar.finish_and_clear();
+    let mut out = anstream::stdout().lock();
+    if !args.acceptance {
+        writeln!(out, "{}", task_table(&[(checkpoint.location(), &results)]))?;
+    }
+    if depth > 0 {
+        let named: Vec<(&str, &Acceptance)> = sets.iter().map(|(name, set)| (name.as_str(), set)).collect();
+        writeln!(out, "{}", acceptance_table(&named))?;
+    }
+    let sets: serde_json::Map<String, Value> =
+        sets.into_iter().map(|(name, set)| Ok((name, serde_json::to_value(set)?))).collect::<anyhow::Result<_>>()?;
+    Ok(json!({"model": checkpoint.location(), "tasks": results, "acceptance": sets}))
+}
+
+/// Divergence from a reference on the token panel.
+fn panel(
+    args: &EvalArgs,
+    checkpoint: &Checkpoint,
+    reference: &Path,
+    text: &ModelText,
+    threads: usize,
+) -> anyhow::Result<Value> {
+    let reference = open::model(Some(reference).filter(|path| !path.as_os_str().is_empty()))?;
+    let mut documents = documents(args.documents.as_deref())?;
+    documents.truncate(args.limit.unwrap_or(usize::MAX));
+    let longest = documents.iter().map(|d| d.ids.len()).max().unwrap_or(1);
+    let vocabulary = text.format.tokenizer().vocab_size();
+    let load = |checkpoint| PanelScorer::load(Cpu::new(threads), checkpoint, vocabulary, longest);
+    let (mut ours, mut theirs) = (load(checkpoint)?, load(&reference)?);
+    let bar = progress::bar(documents.len() as u64, "scoring");
+    let result = divergence(&mut theirs, &mut ours, &documents, &mut |done, _| bar.set_position(done as u64))?;
+    bar.finish_and_clear();
+    writeln!(anstream::stdout(), "{}", divergence_table(&[(checkpoint.location(), &result)]))?;
+    Ok(json!({"model": checkpoint.location(), "reference": reference.location(), "divergence": result}))
+}
+
+fn read_tasks(names: &[String]) -> anyhow::Result<Vec<Task>> {
+    let embedded_task = |(name, bytes): &embedded::File| Ok(read_task(name, std::str::from_utf8(bytes)?)?);
+    if names.is_empty() {
+        if embedded::TASKS.is_empty() {
+            bail!("this build has no embedded tasks: name task files with --task");
+        }
+        return embedded::TASKS.iter().map(embedded_task).collect();
+    }
+    names
+        .iter()
+        .map(|name| {
+            let found = embedded::TASKS.iter().find(|(file, _)| file.trim_end_matches(".jsonl") == name);
+            match found {
+                Some(file) => embedded_task(file),
+                None if Path::new(name).exists() => Ok(read_task(name, &open::text(Path::new(name))?)?),
+                None => {
+                    let known: Vec<&str> = embedded::TASKS.iter().map(|(f, _)| f.trim_end_matches(".jsonl")).collect();
+                    bail!("--task {name}: neither a file nor an embedded task ({})", known.join(", "))
+                }
+            }
+        })
+        .collect()
+}
+
+fn documents(path: Option<&Path>) -> anyhow::Result<Vec<Document>> {
+    match path {
+        Some(path) => Ok(read_documents(&path.display().to_string(), &open::text(path)?)?),
+        None if embedded::DOCUMENTS.is_empty() => bail!("this build has no embedded documents: give --documents FILE"),
+        None => Ok(read_documents("the embedded documents", std::str::from_utf8(embedded::DOCUMENTS)?)?),
+    }
+}
