@@ -63,7 +63,8 @@ pub fn read_calibration(file: &str, text: &str, source: &Checkpoint) -> Result<V
         if ids.is_empty() {
             return Err(at("it has no tokens".to_owned()));
         }
-        let decode = |image: &String| STANDARD.decode(image).map_err(|error| at(format!("images: not base64: {error}")));
+        let decode =
+            |image: &String| STANDARD.decode(image).map_err(|error| at(format!("images: not base64: {error}")));
         let images = raw.images.iter().map(decode).collect::<Result<_, _>>()?;
         documents.push(Document { id: raw.id.unwrap_or_else(|| format!("line {}", index + 1)), ids, images });
     }

@@ -5,8 +5,6 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 /// Errors.
 pub(crate) const RED: Style = AnsiColor::Red.on_default().bold();
-/// What passed.
-pub(crate) const GREEN: Style = AnsiColor::Green.on_default();
 /// Headings.
 pub(crate) const BOLD: Style = Style::new().bold();
 /// Side remarks (reasoning, statistics).

@@ -8,8 +8,8 @@ use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{Finish, Flow, Generator, Output, Request, SamplingParams, Settings};
 use glimmer_tensor::Cpu;
 use glimmer_text::{
-    Answer, ChatFormat, ChatInput, ChatTemplate, EngineFinish, Event, Message, OutputParser, ParseOptions, Start, ToolMode,
-    ToolSchemas,
+    Answer, ChatFormat, ChatInput, ChatTemplate, EngineFinish, Event, Message, OutputParser, ParseOptions, Start,
+    ToolMode, ToolSchemas,
 };
 use serde_json::{Map, Value};
 
@@ -172,11 +172,9 @@ impl Session {
         self.generator.reset_stats();
         let output = self.generator.generate(request, &mut |token| {
             parser.push(token, &mut events);
-            if !quiet {
-                if let Err(error) = printed.print(&events[seen..]) {
-                    failed = Some(error);
-                    return Flow::Stop;
-                }
+            if !quiet && let Err(error) = printed.print(&events[seen..]) {
+                failed = Some(error);
+                return Flow::Stop;
             }
             seen = events.len();
             Flow::Continue

@@ -16,7 +16,7 @@ fn root() -> PathBuf {
 
 /// Files under `dir` with one of the extensions, recursively.
 fn files(dir: &Path, extensions: &[&str], found: &mut Vec<PathBuf>) {
-    for entry in fs::read_dir(dir).unwrap_or_else(|e| panic!("{}: {e}", dir.display())) {
+    for entry in fs::read_dir(dir).expect("a readable directory") {
         let path = entry.expect("a readable entry").path();
         if path.is_dir() {
             if path.file_name().is_none_or(|n| n != "target" && n != ".git") {
@@ -108,8 +108,20 @@ fn tracked_files_fit_the_budget() {
 #[test]
 fn dependencies_are_permissive() {
     const ALLOWED: &[&str] = &[
-        "MIT", "Apache-2.0", "BSD-2-Clause", "BSD-3-Clause", "Zlib", "ISC", "Unlicense", "Unicode-3.0", "BSL-1.0", "0BSD",
-        "Apache-2.0 WITH LLVM-exception", "CC0-1.0", "MIT-0", "bzip2-1.0.6",
+        "MIT",
+        "Apache-2.0",
+        "BSD-2-Clause",
+        "BSD-3-Clause",
+        "Zlib",
+        "ISC",
+        "Unlicense",
+        "Unicode-3.0",
+        "BSL-1.0",
+        "0BSD",
+        "Apache-2.0 WITH LLVM-exception",
+        "CC0-1.0",
+        "MIT-0",
+        "bzip2-1.0.6",
     ];
     let meta = metadata();
     let shipped = shipped(&meta);
@@ -119,9 +131,11 @@ fn dependencies_are_permissive() {
         }
         let license = package["license"].as_str().unwrap_or("none");
         // An expression passes when each AND part has an allowed OR alternative.
-        let ok = license.replace(['(', ')'], "").replace('/', " OR ").split(" AND ").all(|part| {
-            part.split(" OR ").any(|l| ALLOWED.contains(&l.trim()))
-        });
+        let ok = license
+            .replace(['(', ')'], "")
+            .replace('/', " OR ")
+            .split(" AND ")
+            .all(|part| part.split(" OR ").any(|l| ALLOWED.contains(&l.trim())));
         assert!(ok, "{} {}: licence `{license}` is not on the list", package["name"], package["version"]);
     }
 }
@@ -185,8 +199,16 @@ fn no_native_code_is_compiled() {
 #[test]
 fn crates_depend_one_way() {
     const ORDER: &[&str] = &[
-        "glimmer-checkpoint", "glimmer-tensor", "glimmer-cuda", "glimmer-model", "glimmer-quantize", "glimmer-engine",
-        "glimmer-text", "glimmer-server", "glimmer-bench", "glimmer-cli",
+        "glimmer-checkpoint",
+        "glimmer-tensor",
+        "glimmer-cuda",
+        "glimmer-model",
+        "glimmer-quantize",
+        "glimmer-engine",
+        "glimmer-text",
+        "glimmer-server",
+        "glimmer-bench",
+        "glimmer-cli",
     ];
     let meta = metadata();
     for package in meta["packages"].as_array().expect("packages") {
@@ -211,14 +233,12 @@ fn constants_of_the_model_live_in_checkpoint() {
         for (i, line) in library_part(&text).lines().enumerate() {
             let code = line.split("//").next().unwrap_or("");
             for constant in ["154880", "154_880", "154820", "154_820", "288", "12288", "12_288", "32768"] {
-                let hit = code
-                    .match_indices(constant)
-                    .any(|(at, _)| {
-                        let before = code[..at].chars().next_back();
-                        let after = code[at + constant.len()..].chars().next();
-                        let part = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.');
-                        !part(before) && !part(after)
-                    });
+                let hit = code.match_indices(constant).any(|(at, _)| {
+                    let before = code[..at].chars().next_back();
+                    let after = code[at + constant.len()..].chars().next();
+                    let part = |c: Option<char>| c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_' || c == '.');
+                    !part(before) && !part(after)
+                });
                 assert!(!hit, "{}:{}: {constant} belongs into the config", path.display(), i + 1);
             }
         }

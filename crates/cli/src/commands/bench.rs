@@ -58,8 +58,7 @@ pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<Exi
     )?;
     writeln!(out, "{:>9}  {:>13}  {:>12}  {:>13}", "sequences", "prefill tok/s", "decode tok/s", "tokens a step")?;
     for sequences in [1, 4, 16] {
-        let settings =
-            Settings { sequences, depth, context: Some(prompt + new + 1), rows: 256, ..Settings::default() };
+        let settings = Settings { sequences, depth, context: Some(prompt + new + 1), rows: 256, ..Settings::default() };
         let mut generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
         let vocabulary = generator.vocabulary();
         // The second round is measured; the first one touches every page.
@@ -83,7 +82,10 @@ pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<Exi
         rows.push(json!({"sequences": sequences, "prefill_tokens_per_second": stats.prefill_rate(),
             "decode_tokens_per_second": stats.decode_rate(), "mean_acceptance_length": stats.drafts.mean_length()}));
     }
-    save(args.json.as_deref(), &json!({"model": checkpoint.location(), "threads": threads, "depth": depth, "rows": rows}))
+    save(
+        args.json.as_deref(),
+        &json!({"model": checkpoint.location(), "threads": threads, "depth": depth, "rows": rows}),
+    )
 }
 
 /// The GPTQ solve against the machine's multiply-add rate.

@@ -64,7 +64,8 @@ pub(crate) fn run(args: &ChatArgs, threads: usize) -> anyhow::Result<ExitCode> {
                     .and_then(|request| session.answer(request, &[], false));
                 match answered {
                     Ok(answered) => {
-                        let mut reply = Message::text(Role::Assistant, answered.answer.content.clone().unwrap_or_default());
+                        let mut reply =
+                            Message::text(Role::Assistant, answered.answer.content.clone().unwrap_or_default());
                         reply.reasoning.clone_from(&answered.answer.reasoning);
                         messages.push(reply);
                         writeln!(anstream::stderr(), "{dim}{}{dim:#}", session.summary(&answered, began))?;

@@ -11,9 +11,8 @@ use crate::{args::DemoArgs, embedded, open, progress};
 /// Items of each task and mode.
 const ITEMS: usize = 40;
 /// Tasks of the demo: those that the model was trained for.
-const TASKS: &[&str] = &[
-    "arithmetic", "arithmetic_hard", "word_problem", "text", "facts", "tools", "tools_final", "vision", "recall",
-];
+const TASKS: &[&str] =
+    &["arithmetic", "arithmetic_hard", "word_problem", "text", "facts", "tools", "tools_final", "vision", "recall"];
 
 /// Runs the chain, prints its page and writes its JSON. Exit code 1 when the artifact fails a gate.
 pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {

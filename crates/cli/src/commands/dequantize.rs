@@ -59,6 +59,8 @@ fn widen(tensor: &TensorData) -> anyhow::Result<Vec<f32>> {
             bytes.chunks_exact(2).map(|b| f32::from_bits(u32::from(u16::from_le_bytes([b[0], b[1]])) << 16)).collect()
         }
         DType::F32 => bytes.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]])).collect(),
-        other => bail!("{}: {other} tensors are not numbers to print; expected BF16, F32 or a packed matrix", tensor.name),
+        other => {
+            bail!("{}: {other} tensors are not numbers to print; expected BF16, F32 or a packed matrix", tensor.name)
+        }
     })
 }

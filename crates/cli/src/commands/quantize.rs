@@ -18,8 +18,7 @@ use crate::{args, args::QuantizeArgs, embedded, open, progress};
 pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCode> {
     let recipe = recipe(args);
     let source = open::model(args.source.as_deref())?;
-    let samples =
-        if recipe.method == Method::Rtn { Vec::new() } else { calibration(args, &source, threads)? };
+    let samples = if recipe.method == Method::Rtn { Vec::new() } else { calibration(args, &source, threads)? };
     let budget = args.budget_gib * f64::from(1 << 30);
     if !(budget.is_finite() && budget >= 1.0) {
         bail!("--budget-gib {}: expected a positive number of GiB", args.budget_gib);
@@ -67,7 +66,7 @@ fn recipe(args: &QuantizeArgs) -> Recipe {
         },
         order: match args.order {
             args::Order::Static => Order::Static,
-            args::Order::None => Order::Natural,
+            args::Order::None => Order::None,
         },
         scales: match args.scales {
             args::Scales::Minmax => ScaleRule::Minmax,
