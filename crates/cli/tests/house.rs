@@ -144,22 +144,9 @@ fn dependencies_are_permissive() {
 fn no_dependency_comes_in_two_majors() {
     /// Duplicates that upstream forces on us, each with the crate that holds it back.
     const KNOWN: &[(&str, &str)] = &[
-        ("getrandom", "ahash and rand differ"),
-        ("hashbrown", "indexmap and the regex crates differ"),
-        ("itertools", "tokenizers"),
-        ("thiserror", "an older derive below an image or text crate"),
-        ("thiserror-impl", "as thiserror"),
-        ("rand_core", "tokenizers"),
-        ("rand", "tokenizers"),
-        ("unicode-width", "a console crate"),
-        ("windows-sys", "not built on Linux"),
-        ("syn", "derive crates"),
-        ("block-buffer", "digest generations"),
-        ("digest", "digest generations"),
-        ("crypto-common", "digest generations"),
-        ("cpufeatures", "digest generations"),
-        ("foldhash", "hashbrown generations"),
-        ("wasi", "not built on Linux"),
+        ("base64", "tokenizers, through its reader of compiled normalizers"),
+        ("miniz_oxide", "the picture decoders differ"),
+        ("syn", "derive macros differ; not in the binary"),
     ];
     let meta = metadata();
     let shipped = shipped(&meta);
@@ -178,6 +165,7 @@ fn no_dependency_comes_in_two_majors() {
     for (name, majors) in majors {
         let known = KNOWN.iter().any(|(n, _)| *n == name);
         assert!(majors.len() == 1 || known, "{name} comes in several majors: {majors:?}");
+        assert!(majors.len() > 1 || !known, "{name} comes in one major now: take it off the list");
     }
 }
 
@@ -255,7 +243,7 @@ fn unsafe_lives_where_it_may() {
             code.contains("unsafe {") || code.contains("unsafe fn") || code.contains("unsafe impl")
         });
         let may = relative.starts_with("crates/tensor/src/cpu/simd")
-            || relative == "crates/tensor/src/cpu/pool.rs"
+            || relative.starts_with("crates/tensor/src/cpu/pool")
             || relative == "crates/tensor/src/gemm/kernel.rs"
             || relative.starts_with("crates/cuda/")
             || relative == "crates/checkpoint/src/mapping.rs"

@@ -430,7 +430,7 @@ impl<B: Backend> Generator<B> {
         };
         sequence.phase = Phase::Decode;
         let drafts = std::mem::take(&mut sequence.drafts);
-        let mut accepted = 0;
+        let (mut accepted, mut judged) = (0, entry.drafts);
         for i in 0..=entry.drafts {
             self.model.logits(first + i, &mut self.row)?;
             let index = sequence.output().len();
@@ -458,13 +458,17 @@ impl<B: Backend> Generator<B> {
                     sequence.phase = Phase::Finished(Finish::Consumer);
                 }
             }
+            if stands && sequence.is_finished() {
+                // Drafts behind the end are nobody's text: they count neither for nor against the drafter.
+                judged = i + 1;
+            }
             if !stands || sequence.is_finished() {
                 break;
             }
         }
         if entry.drafts > 0 {
-            self.stats.drafts.record(entry.drafts, accepted);
-            sequence.counts.record(entry.drafts, accepted);
+            self.stats.drafts.record(judged, accepted);
+            sequence.counts.record(judged, accepted);
         }
         let finals = entry.rows - entry.drafts + accepted;
         sequence.computed += finals;
