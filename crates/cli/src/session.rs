@@ -168,26 +168,28 @@ impl Session {
         let options = ParseOptions { tools: mode, ..ParseOptions::default() };
         let mut parser = OutputParser::new(tokenizer, &schemas, options, Start::of_prompt(tokenizer, &request.prompt));
         let (mut events, mut printed, mut failed) = (Vec::new(), Printer::default(), None);
-        let mut seen = 0;
         self.generator.reset_stats();
         let output = self.generator.generate(request, &mut |token| {
-            parser.push(token, &mut events);
-            if !quiet && let Err(error) = printed.print(&events[seen..]) {
+            let mut fresh = Vec::new();
+            parser.push(token, &mut fresh);
+            if !quiet && let Err(error) = printed.print(&fresh) {
                 failed = Some(error);
                 return Flow::Stop;
             }
-            seen = events.len();
+            events.append(&mut fresh);
             Flow::Continue
         })?;
         if let Some(error) = failed {
             return Err(error.into());
         }
         let finish = if matches!(output.finish, Finish::Length) { EngineFinish::Length } else { EngineFinish::Stop };
-        parser.finish(finish, &mut events);
+        let mut rest = Vec::new();
+        parser.finish(finish, &mut rest);
         if !quiet {
-            printed.print(&events[seen..])?;
+            printed.print(&rest)?;
             printed.end()?;
         }
+        events.append(&mut rest);
         Ok(Answered { answer: Answer::from_events(&events), output })
     }
 
