@@ -5,7 +5,7 @@ use std::time::Instant;
 use glimmer_tensor::gemm::peak_flops;
 
 use crate::gptq::{DeadColumns, Factor, Order, Settings};
-use crate::hessian::{Hessian, Shrunk};
+use crate::hessian::{Moments, Shrunk};
 use crate::real::Precision;
 use crate::scales::{ScaleRule, scales};
 
@@ -50,10 +50,11 @@ pub fn solve_speed(n: usize, rows: usize, threads: usize) -> SolveSpeed {
     let group = 128.min(n);
     let tokens = 2 * n;
     let (x, w) = (noise(tokens * n), noise(rows * n));
-    let mut h = Hessian::with_precision(n, Precision::Single);
+    let mut h = Moments::with_precision(n, Precision::Single);
     let peak_gflops = peak_flops(threads) / 1e9;
     let start = Instant::now();
     h.add(&x, threads).expect("the noise is finite");
+    let h = h.finish();
     let hessian_seconds = start.elapsed().as_secs_f64();
     let settings = Settings { order: Order::Static, damp: 0.01, dead: DeadColumns::Keep };
     let start = Instant::now();

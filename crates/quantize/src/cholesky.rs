@@ -1,6 +1,6 @@
 //! Blocked Cholesky factorisation `A = L L^T` in place, lower triangle, row-major.
 //!
-//! A panel of [`PANEL`] columns is factored on its diagonal block in f64; the rows below are multiplied by the inverse of
+//! A panel of [`PANEL`] columns is factored on its diagonal block in f64 (by narrower panels in turn); the rows below are multiplied by the inverse of
 //! that block, and the rest of the matrix is updated with one matrix product, which is where nearly all the work lies
 //! (`n^3 / 3` operations). No inverse of the whole matrix is ever formed: the GPTQ recursion needs only `L` (module
 //! [`gptq`](crate::gptq)).
@@ -10,7 +10,10 @@ use glimmer_tensor::gemm::{Region, Sign, View, gemm};
 use crate::real::Real;
 
 /// Columns of a panel.
-const PANEL: usize = 128;
+const PANEL: usize = 256;
+
+/// Columns of a panel inside the diagonal block of a panel.
+const INNER_PANEL: usize = 32;
 
 /// The matrix is not positive definite.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -26,30 +29,39 @@ pub struct NotPositive {
 /// [`NotPositive`] when a pivot is zero, negative or not a number; `a` is then spoiled.
 pub fn factor<T: Real>(a: &mut [T], n: usize, threads: usize) -> Result<(), NotPositive> {
     assert_eq!(a.len(), n * n, "a square matrix");
-    let edge = PANEL.min(n);
+    factor_panels(a, n, PANEL, threads)
+}
+
+fn factor_panels<T: Real>(a: &mut [T], n: usize, panel: usize, threads: usize) -> Result<(), NotPositive> {
+    let edge = panel.min(n);
     let mut diagonal = vec![0.0f64; edge * edge];
     let mut inverse = vec![0.0f64; edge * edge];
     let mut narrow = vec![T::ZERO; edge * edge];
-    let mut below = vec![T::ZERO; n.saturating_sub(PANEL) * PANEL];
-    let mut solved = vec![T::ZERO; n.saturating_sub(PANEL) * PANEL];
-    for k in (0..n).step_by(PANEL) {
-        let width = PANEL.min(n - k);
-        for i in 0..width {
-            for j in 0..=i {
-                diagonal[i * width + j] = a[(k + i) * n + k + j].to_f64();
-            }
+    let mut below = vec![T::ZERO; (n - edge) * edge];
+    let mut solved = vec![T::ZERO; (n - edge) * edge];
+    for k in (0..n).step_by(panel) {
+        let width = panel.min(n - k);
+        let diagonal = &mut diagonal[..width * width];
+        for (i, row) in diagonal.chunks_exact_mut(width).enumerate() {
+            let source = &a[(k + i) * n + k..];
+            row[..=i].iter_mut().zip(source).for_each(|(to, from)| *to = from.to_f64());
+            row[i + 1..].fill(0.0);
         }
-        factor_small(&mut diagonal[..width * width], width).map_err(|pivot| NotPositive { pivot: k + pivot })?;
-        for i in 0..width {
-            for j in 0..=i {
-                a[(k + i) * n + k + j] = T::of_f64(diagonal[i * width + j]);
-            }
+        let at = |inner: NotPositive| NotPositive { pivot: k + inner.pivot };
+        if panel > INNER_PANEL {
+            factor_panels(diagonal, width, INNER_PANEL, 1).map_err(at)?;
+        } else {
+            factor_small(diagonal, width).map_err(at)?;
+        }
+        for (i, row) in diagonal.chunks_exact(width).enumerate() {
+            let target = &mut a[(k + i) * n + k..];
+            row[..=i].iter().zip(target).for_each(|(&from, to)| *to = T::of_f64(from));
         }
         let rest = n - k - width;
         if rest == 0 {
             break;
         }
-        invert_small(&diagonal[..width * width], &mut inverse[..width * width], width);
+        invert(diagonal, &mut inverse[..width * width], width);
         for (to, &from) in narrow.iter_mut().zip(&inverse[..width * width]) {
             *to = T::of_f64(from);
         }
@@ -59,15 +71,8 @@ pub fn factor<T: Real>(a: &mut [T], n: usize, threads: usize) -> Result<(), NotP
         }
         solved.fill(T::ZERO);
         let inverse = View::new(&narrow[..width * width], width, width, width);
-        gemm(
-            Sign::Plus,
-            View::new(below, rest, width, width),
-            inverse.transposed(),
-            solved,
-            width,
-            Region::Full,
-            threads,
-        );
+        let view = View::new(below, rest, width, width);
+        gemm(Sign::Plus, view, inverse.transposed(), solved, width, Region::Full, threads);
         for (i, row) in solved.chunks_exact(width).enumerate() {
             a[(k + width + i) * n + k..][..width].copy_from_slice(row);
         }
@@ -78,8 +83,44 @@ pub fn factor<T: Real>(a: &mut [T], n: usize, threads: usize) -> Result<(), NotP
     Ok(())
 }
 
+/// `inverse = L^-1`; what lies above the diagonal of `l` is not read, that of the result is zero.
+///
+/// By halves: `[[A, 0], [B, C]]^-1 = [[A^-1, 0], [-C^-1 B A^-1, C^-1]]`.
+fn invert(l: &[f64], inverse: &mut [f64], n: usize) {
+    inverse.fill(0.0);
+    let mut done = INNER_PANEL.min(n);
+    for i in (0..n).step_by(INNER_PANEL) {
+        let width = INNER_PANEL.min(n - i);
+        let part = |m: &[f64], r: usize| -> Vec<f64> { m[(i + r) * n + i..][..width].to_vec() };
+        let block: Vec<f64> = (0..width).flat_map(|r| part(l, r)).collect();
+        let mut small = vec![0.0; width * width];
+        invert_small(&block, &mut small, width);
+        for (r, row) in small.chunks_exact(width).enumerate() {
+            inverse[(i + r) * n + i..][..width].copy_from_slice(row);
+        }
+    }
+    while done < n {
+        for i in (0..n.saturating_sub(done)).step_by(2 * done) {
+            let low = done.min(n - i - done);
+            // B is `[low, done]`, below A at (i, i) and beside C at (i + done, i + done).
+            let corner = i + done;
+            let mut product = vec![0.0; low * done];
+            let b = View::new(&l[corner * n + i..], low, done, n);
+            let a = View::new(&inverse[i * n + i..], done, done, n);
+            gemm(Sign::Plus, b, a, &mut product, done, Region::Full, 1);
+            let mut result = vec![0.0; low * done];
+            let c = View::new(&inverse[corner * n + corner..], low, low, n);
+            gemm(Sign::Minus, c, View::new(&product, low, done, done), &mut result, done, Region::Full, 1);
+            for (r, row) in result.chunks_exact(done).enumerate() {
+                inverse[(corner + r) * n + i..][..done].copy_from_slice(row);
+            }
+        }
+        done *= 2;
+    }
+}
+
 /// Unblocked factorisation of a small block; the strict upper triangle of the result is zero.
-fn factor_small(a: &mut [f64], n: usize) -> Result<(), usize> {
+fn factor_small(a: &mut [f64], n: usize) -> Result<(), NotPositive> {
     // Works on U = L^T, whose rows are contiguous, and transposes at the end.
     let mut u = vec![0.0; n * n];
     for i in 0..n {
@@ -90,7 +131,7 @@ fn factor_small(a: &mut [f64], n: usize) -> Result<(), usize> {
     for k in 0..n {
         let pivot = u[k * n + k];
         if !(pivot > 0.0 && pivot.is_finite()) {
-            return Err(k);
+            return Err(NotPositive { pivot: k });
         }
         let root = pivot.sqrt();
         u[k * n + k..(k + 1) * n].iter_mut().for_each(|x| *x /= root);
@@ -162,9 +203,26 @@ mod tests {
 
     #[test]
     fn the_factor_reproduces_the_matrix() {
-        for n in [1, 2, 17, 128, 129, 300] {
+        for n in [1, 2, 17, 33, 128, 129, 256, 300, 600] {
             assert!(residual::<f64>(n, 1) < 1e-13 * n as f64, "{n}");
             assert!(residual::<f32>(n, 2) < 2e-6, "{n}");
+        }
+    }
+
+    #[test]
+    fn the_inverse_of_a_triangle_undoes_it() {
+        for n in [1, 20, 32, 33, 64, 100, 256] {
+            let mut l = positive(n);
+            factor(&mut l, n, 1).unwrap();
+            let mut inverse = vec![0.0; n * n];
+            invert(&l, &mut inverse, n);
+            for i in 0..n {
+                for j in 0..n {
+                    let product: f64 =
+                        (j..=i.max(j)).map(|k| if k <= i { l[i * n + k] * inverse[k * n + j] } else { 0.0 }).sum();
+                    assert!((product - f64::from(u8::from(i == j))).abs() < 1e-11, "{n}: {i} {j} {product}");
+                }
+            }
         }
     }
 

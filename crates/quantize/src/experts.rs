@@ -16,7 +16,7 @@ use glimmer_tensor::{Backend, Swiglu};
 
 use crate::error::{Error, Result};
 use crate::gptq::Factor;
-use crate::hessian::{Hessian, Shrunk};
+use crate::hessian::{Hessian, Moments, Shrunk};
 use crate::matrix::{Quantized, Statistics, quantize};
 use crate::overlay::Overlay;
 use crate::progress::Progress;
@@ -166,18 +166,18 @@ impl LayerWork<'_> {
         let width = self.text().moe.intermediate_size;
         let k = self.recipe.shrink_for(width);
         // Either every expert's moments are kept between making the pool and solving, or they are made twice.
-        let keep = Hessian::bytes(width).saturating_mul(downs.len()) <= self.budget_bytes / 3;
+        let keep = Moments::bytes(width).saturating_mul(downs.len()) <= self.budget_bytes / 3;
         let mut kept: Vec<Option<Hessian>> = downs.iter().map(|_| None).collect();
         let mut pool = None;
         if k > 0.0 {
-            let mut sum = Hessian::new(width);
+            let mut sum = Moments::new(width);
             for (e, slot) in kept.iter_mut().enumerate() {
                 check(progress)?;
                 let moments = self.activation_moments(runner, inputs, e, &rows[e], quantized)?;
                 sum.merge(&moments);
                 *slot = keep.then_some(moments);
             }
-            pool = Some(sum);
+            pool = Some(sum.finish());
         }
         let group = self.experts_at_once(width, self.text().hidden_size);
         let inner = (self.threads / group).max(1);
@@ -224,7 +224,7 @@ impl LayerWork<'_> {
     /// Second moments of the layer's inputs over some rows.
     fn input_moments(&self, inputs: &LayerInputs<'_>, rows: &[u32], threads: usize) -> Result<Hessian> {
         let hidden = self.text().hidden_size;
-        let mut moments = Hessian::new(hidden);
+        let mut moments = Moments::new(hidden);
         let mut x = vec![0.0; PIECE.min(rows.len()) * hidden];
         for piece in rows.chunks(PIECE) {
             let x = &mut x[..piece.len() * hidden];
@@ -234,7 +234,7 @@ impl LayerWork<'_> {
                 Error::NonFinite { what: format!("layer {}: inputs of the experts", self.layer), row, col: place.col }
             })?;
         }
-        Ok(moments)
+        Ok(moments.finish())
     }
 
     /// Second moments of an expert's activations over some rows.
@@ -247,9 +247,9 @@ impl LayerWork<'_> {
         quantized: &[Quantized],
     ) -> Result<Hessian> {
         let (hidden, width) = (self.text().hidden_size, self.text().moe.intermediate_size);
-        let mut moments = Hessian::new(width);
+        let mut moments = Moments::new(width);
         if rows.is_empty() {
-            return Ok(moments);
+            return Ok(moments.finish());
         }
         let weights: Swiglu<B> = {
             let mine = quantized.iter().filter(|q| q.matrix.expert == expert);
@@ -272,13 +272,13 @@ impl LayerWork<'_> {
         for m in self.text().expert_matrices(self.layer).filter(|m| m.expert == expert) {
             self.source.tensor(&m.weight())?.bytes.release();
         }
-        Ok(moments)
+        Ok(moments.finish())
     }
 
     /// How many experts are solved at a time.
     fn experts_at_once(&self, cols: usize, rows: usize) -> usize {
-        // Own moments, symmetric copy, factor (and the half that the error measure makes); weights, targets, errors.
-        let one = 4 * Hessian::bytes(cols) + 6 * rows * cols * size_of::<f64>();
+        // Own moments and factor, one to spare; weights, targets, errors.
+        let one = 3 * Moments::bytes(cols) + 6 * rows * cols * size_of::<f64>();
         (self.budget_bytes / 2 / one.max(1)).clamp(1, self.threads.max(1))
     }
 

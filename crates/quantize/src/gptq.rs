@@ -12,7 +12,7 @@
 //!
 //! Scales are fixed beforehand. The error of a column is formed against the stored value, `s * q` rounded to bfloat16.
 
-use glimmer_tensor::gemm::{Region, Sign, View, gemm};
+use glimmer_tensor::gemm::{LANES, Region, Sign, View, eliminate, gemm};
 use half::bf16;
 
 use crate::cholesky;
@@ -22,8 +22,6 @@ use crate::rtn;
 
 /// Columns that are rounded one by one; wider ranges are halved, the first half's errors carried over by one product.
 const STRIP: usize = 32;
-/// Rows that are rounded together.
-const LANES: usize = 64;
 
 /// In which order columns are rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -148,16 +146,12 @@ impl Factor {
     /// Factors in one precision with growing dampening.
     fn attempt<T: Real>(&mut self, h: &Shrunk<'_>, diagonal: &[f64], damp: f64, threads: usize) -> Option<Triangle<T>> {
         let n = self.n;
-        let full = h.symmetric::<T>();
         let mean = diagonal.iter().sum::<f64>() / n as f64;
         let mut a = vec![T::ZERO; n * n];
         let mut damp = damp;
         loop {
             for (p, (row, &i)) in a.chunks_exact_mut(n).zip(&self.columns).enumerate() {
-                let source = &full[i as usize * n..][..n];
-                for (t, &j) in row[..p].iter_mut().zip(&self.columns) {
-                    *t = source[j as usize];
-                }
+                h.gather(i as usize, &self.columns[..p], row);
                 row[p] = T::of_f64(diagonal[i as usize] + damp * mean);
             }
             if cholesky::factor(&mut a, n, threads).is_ok() {
@@ -342,11 +336,7 @@ impl<T: Real> Part<'_, T> {
                     error[r] = original[p][r] - stored;
                 }
                 let unit = &self.triangle.unit[(low + p) * n + low..][..p];
-                for (row, &factor) in target[..p].iter_mut().zip(unit) {
-                    for (x, &e) in row.iter_mut().zip(&error) {
-                        *x += e * factor;
-                    }
-                }
+                eliminate(&mut target[..p], &error, unit);
                 original[p] = error;
             }
             for r in 0..lanes {
@@ -367,7 +357,7 @@ impl<T: Real> Part<'_, T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hessian::Hessian;
+    use crate::hessian::{Hessian, Moments};
     use crate::scales::{ScaleRule, scales};
 
     const OURS: Settings = Settings { order: Order::Static, damp: 0.01, dead: DeadColumns::Keep };
@@ -380,6 +370,12 @@ mod tests {
                 ((s >> 16) as f32 / 32_768.0 - 1.0).to_bf16()
             })
             .collect()
+    }
+
+    fn hessian(x: &[f32], n: usize, precision: Precision) -> Hessian {
+        let mut moments = Moments::with_precision(n, precision);
+        moments.add(x, 1).unwrap();
+        moments.finish()
     }
 
     fn correlated(rows: usize, n: usize, seed: u32) -> Vec<f32> {
@@ -395,7 +391,9 @@ mod tests {
     /// The textbook form: inverse of `H`, upper factor of the inverse, errors propagated through its rows; all f64.
     fn textbook(h: &Shrunk<'_>, w: &[f32], scales: &[bf16], group: usize, settings: &Settings) -> Vec<i8> {
         let n = h.n();
-        let mut full = h.symmetric::<f64>();
+        let all: Vec<u32> = (0..n as u32).collect();
+        let mut full = vec![0.0f64; n * n];
+        full.chunks_mut(n).enumerate().for_each(|(i, row)| h.gather(i, &all, row));
         let diagonal = h.diagonal();
         let mut perm: Vec<usize> = (0..n).collect();
         if settings.order == Order::Static {
@@ -452,8 +450,7 @@ mod tests {
     #[test]
     fn the_recursion_equals_the_textbook_form() {
         let (n, rows) = (256, 9);
-        let mut h = Hessian::new(n);
-        h.add(&correlated(400, n, 5), 1).unwrap();
+        let h = hessian(&correlated(400, n, 5), n, Precision::Double);
         let w = noise(rows * n, 6);
         for order in [Order::Static, Order::None] {
             let settings = Settings { order, ..OURS };
@@ -467,8 +464,7 @@ mod tests {
     #[test]
     fn loss_is_the_objective() {
         let (n, rows) = (256, 5);
-        let mut h = Hessian::new(n);
-        h.add(&correlated(300, n, 1), 1).unwrap();
+        let h = hessian(&correlated(300, n, 1), n, Precision::Double);
         let w = noise(rows * n, 2);
         let s = scales(ScaleRule::Minmax, &w, n, 128, None);
         let shrunk = Shrunk::own(&h);
@@ -487,10 +483,7 @@ mod tests {
     fn single_precision_agrees_and_threads_do_not_matter() {
         let (n, rows) = (384, 130);
         let x = correlated(900, n, 3);
-        let (mut single, mut double) =
-            (Hessian::with_precision(n, Precision::Single), Hessian::with_precision(n, Precision::Double));
-        single.add(&x, 1).unwrap();
-        double.add(&x, 1).unwrap();
+        let (single, double) = (hessian(&x, n, Precision::Single), hessian(&x, n, Precision::Double));
         let w = noise(rows * n, 4);
         let s = scales(ScaleRule::Minmax, &w, n, 128, None);
         let exact = Factor::new(&Shrunk::own(&double), &OURS, 1).solve(&w, &s, 128, 1);
@@ -508,8 +501,7 @@ mod tests {
         let n = 128;
         let mut x = correlated(300, n, 7);
         x.chunks_mut(n).for_each(|row| row[40] = 0.0);
-        let mut h = Hessian::new(n);
-        h.add(&x, 1).unwrap();
+        let h = hessian(&x, n, Precision::Double);
         let w: Vec<f32> = noise(4 * n, 8).iter().map(|x| x + 0.01).collect();
         let s = scales(ScaleRule::Minmax, &w, n, 128, None);
         let nearest = rtn::round(&w, &s, 128);
@@ -527,8 +519,7 @@ mod tests {
     fn dampening_escalates_before_anything_else_gives_way() {
         let n = 128;
         // One direction only and no dampening: the second pivot vanishes until dampening is raised.
-        let mut h = Hessian::new(n);
-        h.add(&vec![1.0; n], 1).unwrap();
+        let h = hessian(&vec![1.0; n], n, Precision::Double);
         let factor = Factor::new(&Shrunk::own(&h), &Settings { damp: 0.0, ..OURS }, 1);
         assert!(factor.failed() >= 1);
         assert_eq!(factor.damp(), Some(0.01));
@@ -540,7 +531,7 @@ mod tests {
         let w = noise(3 * n, 9);
         let s = scales(ScaleRule::Minmax, &w, n, 128, None);
         for dead in [DeadColumns::Keep, DeadColumns::Zero] {
-            let h = Hessian::new(n);
+            let h = Moments::new(n).finish();
             let factor = Factor::new(&Shrunk::own(&h), &Settings { dead, ..OURS }, 1);
             assert_eq!((factor.damp(), factor.precision()), (None, None));
             assert_eq!(factor.solve(&w, &s, 128, 1).codes, rtn::round(&w, &s, 128));

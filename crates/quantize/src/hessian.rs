@@ -1,6 +1,6 @@
 //! Second moments `H = sum over tokens of x x^T` of a matrix's inputs.
 //!
-//! Only the upper triangle is kept valid. Tokens are added in the caller's order in products of at most [`CHUNK`] rows,
+//! [`Moments`] gathers them, upper triangle only; [`Hessian`] is the finished matrix. Tokens are added in the caller's order in products of at most [`CHUNK`] rows,
 //! so that the sum is the same for any number of threads. Narrow matrices accumulate in f64, wide ones in f32.
 
 use glimmer_tensor::gemm::{Region, Sign, View, gemm};
@@ -35,15 +35,15 @@ enum Sums {
     Double(Vec<f64>),
 }
 
-/// The second moments of `n` inputs over some tokens.
+/// Second moments in the making: only the upper triangle is valid.
 #[derive(Debug, Clone)]
-pub struct Hessian {
+pub struct Moments {
     n: usize,
     tokens: u64,
     sums: Sums,
 }
 
-impl Hessian {
+impl Moments {
     /// Of no token yet.
     pub fn new(n: usize) -> Self {
         Self::with_precision(n, Precision::for_width(n))
@@ -58,24 +58,6 @@ impl Hessian {
         Self { n, tokens: 0, sums }
     }
 
-    /// Inputs.
-    pub fn n(&self) -> usize {
-        self.n
-    }
-
-    /// Tokens so far.
-    pub fn tokens(&self) -> u64 {
-        self.tokens
-    }
-
-    /// Precision of the sums.
-    pub fn precision(&self) -> Precision {
-        match self.sums {
-            Sums::Single(_) => Precision::Single,
-            Sums::Double(_) => Precision::Double,
-        }
-    }
-
     /// Bytes that one takes in memory.
     pub fn bytes(n: usize) -> usize {
         n * n
@@ -83,15 +65,6 @@ impl Hessian {
                 Precision::Single => 4,
                 Precision::Double => 8,
             }
-    }
-
-    /// Forgets all tokens.
-    pub fn clear(&mut self) {
-        self.tokens = 0;
-        match &mut self.sums {
-            Sums::Single(h) => h.fill(0.0),
-            Sums::Double(h) => h.fill(0.0),
-        }
     }
 
     /// Adds the tokens `x` `[rows, n]`.
@@ -125,7 +98,7 @@ impl Hessian {
     ///
     /// # Panics
     /// When the two differ in width or precision: a defect of the caller.
-    pub fn merge(&mut self, other: &Self) {
+    pub fn merge(&mut self, other: &Hessian) {
         assert_eq!(self.n, other.n, "the widths agree");
         match (&mut self.sums, &other.sums) {
             (Sums::Single(a), Sums::Single(b)) => a.iter_mut().zip(b).for_each(|(a, b)| *a += b),
@@ -135,9 +108,61 @@ impl Hessian {
         self.tokens += other.tokens;
     }
 
+    /// The whole symmetric matrix.
+    pub fn finish(mut self) -> Hessian {
+        match &mut self.sums {
+            Sums::Single(h) => mirror(h, self.n),
+            Sums::Double(h) => mirror(h, self.n),
+        }
+        Hessian { n: self.n, tokens: self.tokens, sums: self.sums }
+    }
+}
+
+/// Copies the upper triangle to the lower one.
+fn mirror<T: Real>(h: &mut [T], n: usize) {
+    /// Edge of the squares that are transposed at a time.
+    const TILE: usize = 32;
+    for i0 in (0..n).step_by(TILE) {
+        for j0 in (0..=i0).step_by(TILE) {
+            for i in i0..(i0 + TILE).min(n) {
+                for j in j0..(j0 + TILE).min(i) {
+                    h[i * n + j] = h[j * n + i];
+                }
+            }
+        }
+    }
+}
+
+/// The second moments `sum over tokens of x x^T` of `n` inputs.
+#[derive(Debug, Clone)]
+pub struct Hessian {
+    n: usize,
+    tokens: u64,
+    sums: Sums,
+}
+
+impl Hessian {
+    /// Inputs.
+    pub fn n(&self) -> usize {
+        self.n
+    }
+
+    /// Tokens.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// Precision of the sums.
+    pub fn precision(&self) -> Precision {
+        match self.sums {
+            Sums::Single(_) => Precision::Single,
+            Sums::Double(_) => Precision::Double,
+        }
+    }
+
     /// Mean over tokens of `x_i x_j` (0 without tokens).
     pub fn mean(&self, i: usize, j: usize) -> f64 {
-        let at = i.min(j) * self.n + i.max(j);
+        let at = i * self.n + j;
         let sum = match &self.sums {
             Sums::Single(h) => f64::from(h[at]),
             Sums::Double(h) => h[at],
@@ -145,14 +170,18 @@ impl Hessian {
         if self.tokens == 0 { 0.0 } else { sum / self.tokens as f64 }
     }
 
-    /// `scale` times row `i` from the diagonal on: `[n - i]`, added to `out`.
-    fn add_row<T: Real>(&self, i: usize, scale: f64, out: &mut [T]) {
-        let range = i * self.n + i..(i + 1) * self.n;
+    /// `factor` times the given columns of row `i`, added to `out`.
+    fn gather<T: Real>(&self, i: usize, columns: &[u32], factor: f64, out: &mut [T]) {
+        let row = i * self.n..(i + 1) * self.n;
         match &self.sums {
             Sums::Single(h) => {
-                out.iter_mut().zip(&h[range]).for_each(|(o, &v)| *o += T::of_f64(f64::from(v) * scale));
+                let (row, factor) = (&h[row], T::of_f64(factor));
+                out.iter_mut().zip(columns).for_each(|(o, &j)| *o += T::of(row[j as usize]) * factor);
             }
-            Sums::Double(h) => out.iter_mut().zip(&h[range]).for_each(|(o, &v)| *o += T::of_f64(v * scale)),
+            Sums::Double(h) => {
+                let row = &h[row];
+                out.iter_mut().zip(columns).for_each(|(o, &j)| *o += T::of_f64(row[j as usize] * factor));
+            }
         }
     }
 
@@ -162,54 +191,23 @@ impl Hessian {
             return 0.0;
         }
         let n = self.n;
-        let rows = m.len() / n;
-        // tr(M H M^T) = sum_i H_ii G_ii + 2 sum_{i<j} H_ij G_ij with G = M^T M, formed row by row through H.
-        let mut total = 0.0;
-        match &self.sums {
-            Sums::Single(h) => {
-                let mut y = vec![0.0f32; rows * n];
-                gemm(
-                    Sign::Plus,
-                    View::new(m, rows, n, n),
-                    View::new(&upper_half(h, n), n, n, n),
-                    &mut y,
-                    n,
-                    Region::Full,
-                    1,
-                );
-                for (y, m) in y.iter().zip(m) {
-                    total += 2.0 * f64::from(*y) * f64::from(*m);
-                }
-            }
+        let total = match &self.sums {
+            Sums::Single(h) => quadratic(h, m, n),
             Sums::Double(h) => {
                 let wide: Vec<f64> = m.iter().map(|&v| f64::from(v)).collect();
-                let mut y = vec![0.0f64; rows * n];
-                gemm(
-                    Sign::Plus,
-                    View::new(&wide, rows, n, n),
-                    View::new(&upper_half(h, n), n, n, n),
-                    &mut y,
-                    n,
-                    Region::Full,
-                    1,
-                );
-                for (y, m) in y.iter().zip(&wide) {
-                    total += 2.0 * y * m;
-                }
+                quadratic(h, &wide, n)
             }
-        }
+        };
         total / self.tokens as f64
     }
 }
 
-/// The upper triangle with its diagonal halved and zeros below, so that `v^T (U + U^T) v = 2 v^T U v`.
-fn upper_half<T: Real>(h: &[T], n: usize) -> Vec<T> {
-    let mut out = vec![T::ZERO; n * n];
-    for i in 0..n {
-        out[i * n + i..(i + 1) * n].copy_from_slice(&h[i * n + i..(i + 1) * n]);
-        out[i * n + i] = h[i * n + i] * T::of(0.5);
-    }
-    out
+/// `tr(M H M^T)`.
+fn quadratic<T: Real>(h: &[T], m: &[T], n: usize) -> f64 {
+    let rows = m.len() / n;
+    let mut y = vec![T::ZERO; rows * n];
+    gemm(Sign::Plus, View::new(m, rows, n, n), View::new(h, n, n, n), &mut y, n, Region::Full, 1);
+    y.iter().zip(m).map(|(y, m)| y.to_f64() * m.to_f64()).sum()
 }
 
 /// The Hessian that a matrix is solved with: its own tokens, shrunk towards those of its layer.
@@ -240,43 +238,22 @@ impl<'a> Shrunk<'a> {
         self.own.n
     }
 
-    /// Whether there is any token in it.
-    pub fn is_empty(&self) -> bool {
-        self.own.tokens == 0 && self.pool.is_none()
-    }
-
     /// Precision of the own sums.
     pub fn precision(&self) -> Precision {
         self.own.precision()
     }
 
-    /// The whole symmetric matrix, `[n, n]`.
-    pub fn symmetric<T: Real>(&self) -> Vec<T> {
-        /// Edge of the squares that are transposed at a time.
-        const TILE: usize = 32;
-        let n = self.n();
+    /// The given columns of row `i` (zeros without any token); `out` may be longer.
+    pub fn gather<T: Real>(&self, i: usize, columns: &[u32], out: &mut [T]) {
+        let out = &mut out[..columns.len()];
+        out.fill(T::ZERO);
         let total = self.own.tokens as f64 + self.k;
-        let mut out = vec![T::ZERO; n * n];
-        if self.is_empty() {
-            return out;
+        if self.own.tokens > 0 {
+            self.own.gather(i, columns, 1.0 / total, out);
         }
-        for i in 0..n {
-            let row = &mut out[i * n + i..(i + 1) * n];
-            self.own.add_row(i, 1.0 / total, row);
-            if let Some(pool) = self.pool {
-                pool.add_row(i, self.k / (total * pool.tokens as f64), row);
-            }
+        if let Some(pool) = self.pool {
+            pool.gather(i, columns, self.k / (total * pool.tokens as f64), out);
         }
-        for i0 in (0..n).step_by(TILE) {
-            for j0 in (0..=i0).step_by(TILE) {
-                for i in i0..(i0 + TILE).min(n) {
-                    for j in j0..(j0 + TILE).min(i) {
-                        out[i * n + j] = out[j * n + i];
-                    }
-                }
-            }
-        }
-        out
     }
 
     /// Whether input `i` was zero for every token.
@@ -310,9 +287,10 @@ mod tests {
         let (rows, n) = (300, 40);
         let x = tokens(rows, n, 1);
         for precision in [Precision::Single, Precision::Double] {
-            let mut h = Hessian::with_precision(n, precision);
+            let mut h = Moments::with_precision(n, precision);
             h.add(&x[..100 * n], 2).unwrap();
             h.add(&x[100 * n..], 1).unwrap();
+            let h = h.finish();
             assert_eq!(h.tokens(), 300);
             for i in 0..n {
                 for j in 0..n {
@@ -329,8 +307,9 @@ mod tests {
         let (rows, n) = (50, 24);
         let (x, m) = (tokens(rows, n, 2), tokens(3, n, 9));
         for precision in [Precision::Single, Precision::Double] {
-            let mut h = Hessian::with_precision(n, precision);
+            let mut h = Moments::with_precision(n, precision);
             h.add(&x, 1).unwrap();
+            let h = h.finish();
             let mut exact = 0.0;
             for t in x.chunks(n) {
                 for w in m.chunks(n) {
@@ -345,17 +324,23 @@ mod tests {
     #[test]
     fn shrinkage_follows_its_formula() {
         let n = 16;
-        let (mut own, mut pool) = (Hessian::new(n), Hessian::new(n));
-        own.add(&tokens(5, n, 3), 1).unwrap();
-        pool.add(&tokens(90, n, 4), 1).unwrap();
+        let moments = |rows, seed| {
+            let mut h = Moments::new(n);
+            h.add(&tokens(rows, n, seed), 1).unwrap();
+            h.finish()
+        };
+        let (own, pool) = (moments(5, 3), moments(90, 4));
         let shrunk = Shrunk::towards(&own, &pool, 16.0);
-        let (full, diagonal) = (shrunk.symmetric::<f64>(), shrunk.diagonal());
+        let diagonal = shrunk.diagonal();
+        let columns: Vec<u32> = (0..n as u32).rev().collect();
         for i in 0..n {
+            let mut row = vec![7.0f64; n];
+            shrunk.gather(i, &columns, &mut row);
             for j in 0..n {
                 let expected = (5.0 * own.mean(i, j) + 16.0 * pool.mean(i, j)) / 21.0;
-                assert!((full[i * n + j] - expected).abs() < 1e-12);
+                assert!((row[n - 1 - j] - expected).abs() < 1e-12);
             }
-            assert!((diagonal[i] - full[i * n + i]).abs() < 1e-12);
+            assert!((diagonal[i] - row[n - 1 - i]).abs() < 1e-12);
         }
     }
 
@@ -363,9 +348,9 @@ mod tests {
     fn a_value_that_is_not_finite_is_refused_with_its_place() {
         let mut x = tokens(10, 8, 5);
         x[3 * 8 + 6] = f32::INFINITY;
-        let mut h = Hessian::new(8);
+        let mut h = Moments::new(8);
         assert_eq!(h.add(&x, 1), Err(NonFinite { row: 3, col: 6 }));
-        assert_eq!(h.tokens(), 0);
+        assert_eq!(h.clone().finish().tokens(), 0);
         x[3 * 8 + 6] = f32::NAN;
         assert_eq!(h.add(&x, 1), Err(NonFinite { row: 3, col: 6 }));
     }

@@ -2,7 +2,7 @@
 #![allow(missing_docs, clippy::unwrap_used, reason = "a test")]
 
 use glimmer_quantize::gptq::{DeadColumns, Factor, Order, Settings};
-use glimmer_quantize::hessian::{Hessian, Shrunk};
+use glimmer_quantize::hessian::{Moments, Shrunk};
 use glimmer_quantize::rtn;
 use glimmer_quantize::scales::{ScaleRule, scales};
 use half::bf16;
@@ -40,9 +40,10 @@ fn every_scale_and_code_of_the_vectors_is_reproduced() {
         let rule = if case["observer"] == "mse" { ScaleRule::Mse } else { ScaleRule::Minmax };
         let s = scales(rule, &w, cols, 128, None);
         assert_eq!(s, bf16s(&file, &format!("{name}.scale")), "{name}: scales");
-        let mut h = Hessian::new(cols);
+        let mut h = Moments::new(cols);
         let source = inputs["same_inputs"][name].as_str().unwrap_or(name);
         h.add(&floats(&file, &format!("{source}.x")), 1).unwrap();
+        let h = h.finish();
         let settings = Settings {
             order: if case["actorder"] == "static" { Order::Static } else { Order::None },
             damp: case["damp"].as_f64().unwrap(),

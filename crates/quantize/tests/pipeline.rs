@@ -7,6 +7,7 @@ use std::path::Path;
 use glimmer_checkpoint::int4::dequantize_matrix;
 use glimmer_checkpoint::manifest::Manifest;
 use glimmer_checkpoint::{Bytes, Checkpoint, Inventory};
+use glimmer_quantize::gates::{VerifyOptions, verify};
 use glimmer_quantize::report::Outcome;
 use glimmer_quantize::{
     CalibrationSample, Error, Finished, ImageFeatures, Options, Progress, Recipe, Result, SaveStreams, quantize,
@@ -118,6 +119,10 @@ fn the_artifact_is_what_its_configuration_says_and_all_else_is_untouched() {
     assert!(text(&artifact).starts_with(&head));
     let generation = "generation_config.json";
     assert_eq!(artifact.file(generation).unwrap().as_slice(), source.file(generation).unwrap().as_slice());
+
+    let full = VerifyOptions { full: true, ..VerifyOptions::default() };
+    let verdict = verify(&options.out, Some(Path::new(TINY)), &full).unwrap();
+    assert!(verdict.passed, "{verdict}");
 
     let manifest = Manifest::read(&options.out).unwrap();
     assert_eq!(manifest.check_files(&options.out).unwrap(), Vec::new());

@@ -4,6 +4,8 @@
 //! they differ in the size of the tile and in nothing else.
 #![allow(unsafe_code, reason = "SIMD intrinsics")]
 
+use std::cell::RefCell;
+
 use super::Sign;
 
 /// f32 or f64.
@@ -15,6 +17,12 @@ pub trait Element:
     /// `self * b + c`, rounded once.
     #[must_use]
     fn fma(self, b: Self, c: Self) -> Self;
+    /// Lends `size` elements of unspecified content that this thread keeps for the next time.
+    #[doc(hidden)]
+    fn with_scratch<R>(size: usize, work: impl FnOnce(&mut [Self]) -> R) -> R;
+    /// The fastest form of [`super::eliminate`] on this machine.
+    #[doc(hidden)]
+    fn eliminate_kernel() -> fn(&mut [[Self; LANES]], &[Self; LANES], &[Self]);
     /// The fastest kernel of this machine.
     #[doc(hidden)]
     fn kernel() -> Kernel<Self>;
@@ -22,6 +30,9 @@ pub trait Element:
     #[doc(hidden)]
     fn kernels() -> Vec<Kernel<Self>>;
 }
+
+/// Elements of a vector in [`super::eliminate`].
+pub const LANES: usize = 64;
 
 /// A tile function: `C[rows, cols] (+|-)= A B` over `k` terms; `a` and `b` are packed panels.
 type TileFn<T> = unsafe fn(k: usize, a: &[T], b: &[T], c: &mut [T], stride: usize, sign: Sign);
@@ -71,6 +82,16 @@ unsafe fn portable<T: Element, const R: usize, const C: usize>(
     }
 }
 
+/// The definition of [`super::eliminate`].
+#[inline(always)]
+fn eliminate_plain<T: Element>(targets: &mut [[T; LANES]], x: &[T; LANES], factors: &[T]) {
+    for (target, &factor) in targets.iter_mut().zip(factors) {
+        for (t, &x) in target.iter_mut().zip(x) {
+            *t = x.fma(factor, *t);
+        }
+    }
+}
+
 #[cfg(target_arch = "x86_64")]
 macro_rules! tile {
     ($name:ident, $features:literal, $t:ty, $rows:literal, $vectors:literal, $lanes:literal,
@@ -85,6 +106,14 @@ macro_rules! tile {
             use std::arch::x86_64::*;
             let mut sums = [[$zero(); $vectors]; $rows];
             let (mut pa, mut pb) = (a.as_ptr(), b.as_ptr());
+            for r in 0..$rows {
+                // SAFETY: row `r` of the tile lies inside `c`; a prefetch reads nothing.
+                unsafe {
+                    let line = c.as_ptr().add(r * stride).cast::<i8>();
+                    _mm_prefetch::<_MM_HINT_T0>(line);
+                    _mm_prefetch::<_MM_HINT_T0>(line.add(64));
+                }
+            }
             for _ in 0..k {
                 let mut columns = [$zero(); $vectors];
                 for v in 0..$vectors {
@@ -119,7 +148,7 @@ macro_rules! tile {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     #![allow(clippy::needless_range_loop, clippy::wildcard_imports, reason = "unrolled register tiles")]
-    use super::Sign;
+    use super::{Element, LANES, Sign, eliminate_plain};
     tile!(
         f32_avx512,
         "avx512f",
@@ -181,6 +210,30 @@ mod x86 {
         _mm256_storeu_pd
     );
 
+    /// [`super::eliminate_plain`] compiled for AVX-512.
+    #[target_feature(enable = "avx512f,fma")]
+    fn eliminate_avx512<T: Element>(targets: &mut [[T; LANES]], x: &[T; LANES], factors: &[T]) {
+        eliminate_plain(targets, x, factors);
+    }
+
+    /// [`super::eliminate_plain`] compiled for AVX2.
+    #[target_feature(enable = "avx2,fma")]
+    fn eliminate_avx2<T: Element>(targets: &mut [[T; LANES]], x: &[T; LANES], factors: &[T]) {
+        eliminate_plain(targets, x, factors);
+    }
+
+    pub(super) fn eliminate_kernel<T: Element>() -> fn(&mut [[T; LANES]], &[T; LANES], &[T]) {
+        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
+            // SAFETY: the features were detected above.
+            |t, x, f| unsafe { eliminate_avx512(t, x, f) }
+        } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
+            // SAFETY: the features were detected above.
+            |t, x, f| unsafe { eliminate_avx2(t, x, f) }
+        } else {
+            eliminate_plain
+        }
+    }
+
     use super::Kernel;
     pub(super) fn kernels_f32(out: &mut Vec<Kernel<f32>>) {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
@@ -204,8 +257,26 @@ macro_rules! element {
     ($t:ty, $kernels:ident) => {
         impl Element for $t {
             const ZERO: Self = 0.0;
+            #[inline(always)]
             fn fma(self, b: Self, c: Self) -> Self {
                 self.mul_add(b, c)
+            }
+            fn with_scratch<R>(size: usize, work: impl FnOnce(&mut [Self]) -> R) -> R {
+                thread_local! {
+                    static SCRATCH: RefCell<Vec<$t>> = const { RefCell::new(Vec::new()) };
+                }
+                SCRATCH.with_borrow_mut(|scratch| {
+                    if scratch.len() < size {
+                        scratch.resize(size, 0.0);
+                    }
+                    work(&mut scratch[..size])
+                })
+            }
+            fn eliminate_kernel() -> fn(&mut [[Self; LANES]], &[Self; LANES], &[Self]) {
+                #[cfg(target_arch = "x86_64")]
+                return x86::eliminate_kernel();
+                #[cfg(not(target_arch = "x86_64"))]
+                eliminate_plain
             }
             fn kernel() -> Kernel<Self> {
                 *Self::kernels().last().expect("the portable kernel is always there")

@@ -7,7 +7,7 @@
 
 mod kernel;
 
-pub use kernel::Element;
+pub use kernel::{Element, LANES};
 
 use kernel::Kernel;
 
@@ -17,8 +17,9 @@ pub const K_BLOCK: usize = 256;
 /// Rows of `A` that are packed at a time.
 const M_BLOCK: usize = 128;
 
-/// Columns of `B` that are packed at a time.
-const N_BLOCK: usize = 1024;
+/// Columns of `B` that are packed at a time. A packed panel is read once for every block of rows, so they may lie in a far
+/// cache.
+const N_BLOCK: usize = 4096;
 
 /// Products below this many multiply-adds are not worth a thread.
 const MIN_WORK: usize = 1 << 22;
@@ -150,9 +151,31 @@ fn block<T: Element>(
     let (m, n, k) = (a.rows, b.cols, a.cols);
     let (mr, nr) = (kernel.rows, kernel.cols);
     let depth = k.min(K_BLOCK);
-    let mut a_pack = vec![T::ZERO; M_BLOCK.min(m).next_multiple_of(mr) * depth];
-    let mut b_pack = vec![T::ZERO; N_BLOCK.min(n).next_multiple_of(nr) * depth];
-    let mut edge = vec![T::ZERO; mr * nr];
+    let a_size = M_BLOCK.min(m).next_multiple_of(mr) * depth;
+    let b_size = N_BLOCK.min(n).next_multiple_of(nr) * depth;
+    T::with_scratch(a_size + b_size + mr * nr, |scratch| {
+        let (a_pack, rest) = scratch.split_at_mut(a_size);
+        let (b_pack, edge) = rest.split_at_mut(b_size);
+        block_in(kernel, sign, a, b, c, stride, region, first, a_pack, b_pack, edge);
+    });
+}
+
+/// [`block`] with room for packed panels and one tile.
+fn block_in<T: Element>(
+    kernel: &Kernel<T>,
+    sign: Sign,
+    a: View<'_, T>,
+    b: View<'_, T>,
+    c: &mut [T],
+    stride: usize,
+    region: Region,
+    first: usize,
+    a_pack: &mut [T],
+    b_pack: &mut [T],
+    edge: &mut [T],
+) {
+    let (m, n, k) = (a.rows, b.cols, a.cols);
+    let (mr, nr) = (kernel.rows, kernel.cols);
     for n0 in (0..n).step_by(N_BLOCK) {
         let n1 = (n0 + N_BLOCK).min(n);
         if outside(region, first, first + m, n0, n1) {
@@ -160,13 +183,13 @@ fn block<T: Element>(
         }
         for k0 in (0..k).step_by(K_BLOCK) {
             let kb = K_BLOCK.min(k - k0);
-            pack(b.transposed(), n0..n1, k0..k0 + kb, nr, &mut b_pack);
+            pack(b.transposed(), n0..n1, k0..k0 + kb, nr, b_pack);
             for m0 in (0..m).step_by(M_BLOCK) {
                 let m1 = (m0 + M_BLOCK).min(m);
                 if outside(region, first + m0, first + m1, n0, n1) {
                     continue;
                 }
-                pack(a, m0..m1, k0..k0 + kb, mr, &mut a_pack);
+                pack(a, m0..m1, k0..k0 + kb, mr, a_pack);
                 for j in (n0..n1).step_by(nr) {
                     let b_panel = &b_pack[(j - n0) * kb..][..nr * kb];
                     for i in (m0..m1).step_by(mr) {
@@ -179,7 +202,7 @@ fn block<T: Element>(
                             kernel.run(kb, a_panel, b_panel, &mut c[i * stride + j..], stride, sign);
                         } else {
                             edge.fill(T::ZERO);
-                            kernel.run(kb, a_panel, b_panel, &mut edge, nr, Sign::Plus);
+                            kernel.run(kb, a_panel, b_panel, edge, nr, Sign::Plus);
                             for (r, sums) in edge.chunks_exact(nr).enumerate().take(rows) {
                                 let target = &mut c[(i + r) * stride + j..][..cols];
                                 for (t, &s) in target.iter_mut().zip(sums) {
@@ -192,6 +215,16 @@ fn block<T: Element>(
             }
         }
     }
+}
+
+/// `targets[i] = fma(x, factors[i], targets[i])` for vectors of [`LANES`] elements: what eliminating one column does to the
+/// others.
+///
+/// # Panics
+/// When `targets` is not as long as `factors`: a defect of the caller.
+pub fn eliminate<T: Element>(targets: &mut [[T; LANES]], x: &[T; LANES], factors: &[T]) {
+    assert_eq!(targets.len(), factors.len(), "one factor a vector");
+    T::eliminate_kernel()(targets, x, factors);
 }
 
 /// Whether rows `r0..r1` and columns `c0..c1` have nothing in common with the region.
@@ -212,21 +245,50 @@ fn pack<T: Element>(
     out: &mut [T],
 ) {
     let kb = depth.len();
+    if source.row_stride == 1 {
+        // The terms' lines are contiguous: read each once, from end to end.
+        let panels = rows.len().div_ceil(tile);
+        let out = &mut out[..panels * tile * kb];
+        for k in 0..kb {
+            let start = (depth.start + k) * source.col_stride + rows.start;
+            let line = &source.data[start..start + rows.len()];
+            for (part, panel) in line.chunks(tile).zip(out.chunks_exact_mut(tile * kb)) {
+                let target = &mut panel[k * tile..(k + 1) * tile];
+                target[..part.len()].copy_from_slice(part);
+                target[part.len()..].fill(T::ZERO);
+            }
+        }
+        return;
+    }
     for (panel, r0) in out.chunks_exact_mut(tile * kb).zip(rows.clone().step_by(tile)) {
         let count = tile.min(rows.end - r0);
         if count < tile {
             panel.fill(T::ZERO);
         }
-        if source.row_stride == 1 {
-            for (k, line) in panel.chunks_exact_mut(tile).enumerate() {
-                let start = (depth.start + k) * source.col_stride + r0;
-                line[..count].copy_from_slice(&source.data[start..start + count]);
-            }
-        } else if source.col_stride == 1 {
-            for r in 0..count {
-                let start = (r0 + r) * source.row_stride + depth.start;
-                for (line, &value) in panel.chunks_exact_mut(tile).zip(&source.data[start..start + kb]) {
-                    line[r] = value;
+        if source.col_stride == 1 {
+            // By squares, so that each line of the panel is written whole.
+            const SIDE: usize = 8;
+            for r in (0..count).step_by(SIDE) {
+                let side = SIDE.min(count - r);
+                let mut k = 0;
+                while side == SIDE && k + SIDE <= kb {
+                    let mut square = [[T::ZERO; SIDE]; SIDE];
+                    for i in 0..SIDE {
+                        let start = (r0 + r + i) * source.row_stride + depth.start + k;
+                        for (j, &value) in source.data[start..start + SIDE].iter().enumerate() {
+                            square[j][i] = value;
+                        }
+                    }
+                    for (j, line) in square.iter().enumerate() {
+                        panel[(k + j) * tile + r..][..SIDE].copy_from_slice(line);
+                    }
+                    k += SIDE;
+                }
+                for i in 0..side {
+                    let start = (r0 + r + i) * source.row_stride + depth.start;
+                    for (j, &value) in source.data[start + k..start + kb].iter().enumerate() {
+                        panel[(k + j) * tile + r + i] = value;
+                    }
                 }
             }
         } else {
@@ -353,6 +415,24 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn elimination_equals_its_definition_bit_for_bit() {
+        let x: [f32; LANES] = values(LANES, 9).try_into().unwrap();
+        let factors = values(5, 10);
+        let mut targets: Vec<[f32; LANES]> = (0..5).map(|i| values(LANES, 11 + i).try_into().unwrap()).collect();
+        let expected: Vec<Vec<f32>> = targets
+            .iter()
+            .zip(&factors)
+            .map(|(t, &f)| t.iter().zip(&x).map(|(&t, &x)| x.mul_add(f, t)).collect())
+            .collect();
+        eliminate(&mut targets, &x, &factors);
+        assert!(targets.iter().zip(&expected).all(|(t, e)| t[..] == e[..]));
+        let wide = x.map(f64::from);
+        let mut targets = [[0.25f64; LANES]];
+        eliminate(&mut targets, &wide, &[0.1]);
+        assert!(targets[0].iter().zip(&wide).all(|(&t, x)| t.to_bits() == x.mul_add(0.1, 0.25).to_bits()));
     }
 
     #[test]
