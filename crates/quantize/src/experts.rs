@@ -21,7 +21,7 @@ use crate::matrix::{Quantized, Statistics, quantize};
 use crate::overlay::Overlay;
 use crate::progress::Progress;
 use crate::recipe::{CalibratedExperts, DownInputs, Method, Recipe};
-use crate::report::LayerReport;
+use crate::report::{LayerReport, MatrixReport};
 use crate::rows::RowStore;
 use crate::workers;
 
@@ -70,12 +70,11 @@ impl LayerWork<'_> {
     pub(crate) fn round(&self, writer: &mut ShardWriter, progress: &mut dyn Progress) -> Result<LayerReport> {
         let matrices = self.matrices_in_order();
         let mut reports = Vec::with_capacity(matrices.len());
-        for group in matrices.chunks(self.threads.max(1)) {
-            check(progress)?;
-            let done =
-                workers::run(group.len(), self.threads, |i| quantize(self.source, &group[i], self.recipe, None, 1))?;
-            self.write(writer, done, &mut reports, progress)?;
-        }
+        let task = |i: usize| quantize(self.source, &matrices[i], self.recipe, None, 1);
+        workers::run(matrices.len(), self.threads, task, |done| {
+            self.write(writer, &done, &mut reports, progress)?;
+            check(progress)
+        })?;
         Ok(LayerReport { layer: self.layer, matrices: reports })
     }
 
@@ -103,7 +102,7 @@ impl LayerWork<'_> {
         inputs: &LayerInputs<'_>,
         rows: &[Vec<u32>],
         writer: &mut ShardWriter,
-        reports: &mut Vec<crate::report::MatrixReport>,
+        reports: &mut Vec<MatrixReport>,
         progress: &mut dyn Progress,
     ) -> Result<Vec<Quantized>> {
         let (gates, ups) = (self.matrices(Projection::Gate), self.matrices(Projection::Up));
@@ -120,34 +119,31 @@ impl LayerWork<'_> {
             Some(pool) if shared => Some(Factor::new(&Shrunk::own(pool), &self.recipe.settings(), self.threads)),
             _ => None,
         };
-        let group = self.experts_at_once(hidden, self.text().moe.intermediate_size);
-        let inner = (self.threads / group).max(1);
+        let workers = self.experts_at_once(hidden, self.text().moe.intermediate_size);
+        let inner = (self.threads / workers).max(1);
         let mut kept = Vec::new();
-        for first in (0..gates.len()).step_by(group) {
-            check(progress)?;
-            let count = group.min(gates.len() - first);
-            let done = workers::run(count, self.threads, |i| {
-                let e = first + i;
-                let (own, factor);
-                let statistics = match (&common, &pool) {
-                    (Some(factor), Some(pool)) => Statistics { factor, own: pool, pool: None },
-                    _ => {
-                        own = self.input_moments(inputs, &rows[e], inner)?;
-                        factor = self.factor(&own, pool.as_ref(), k, inner);
-                        Statistics { factor: &factor, own: &own, pool: pool.as_ref() }
-                    }
-                };
-                [&gates[e], &ups[e]]
-                    .into_iter()
-                    .map(|m| quantize(self.source, m, self.recipe, Some(statistics), inner))
-                    .collect::<Result<Vec<_>>>()
-            })?;
-            let done: Vec<Quantized> = done.into_iter().flatten().collect();
-            let done = self.write(writer, done, reports, progress)?;
-            if self.recipe.down_inputs == DownInputs::Quantized {
-                kept.extend(done);
+        let task = |e: usize| {
+            let (own, factor);
+            let statistics = match (&common, &pool) {
+                (Some(factor), Some(pool)) => Statistics { factor, own: pool, pool: None },
+                _ => {
+                    own = self.input_moments(inputs, &rows[e], inner)?;
+                    factor = self.factor(&own, pool.as_ref(), k, inner);
+                    Statistics { factor: &factor, own: &own, pool: pool.as_ref() }
+                }
+            };
+            let quantize = |m| quantize(self.source, m, self.recipe, Some(statistics), inner);
+            Ok([quantize(&gates[e])?, quantize(&ups[e])?])
+        };
+        workers::run(gates.len(), workers, task, |pair| {
+            for done in pair {
+                self.write(writer, &done, reports, progress)?;
+                if self.recipe.down_inputs == DownInputs::Quantized {
+                    kept.push(done);
+                }
             }
-        }
+            check(progress)
+        })?;
         Ok(kept)
     }
 
@@ -159,7 +155,7 @@ impl LayerWork<'_> {
         rows: &[Vec<u32>],
         quantized: &[Quantized],
         writer: &mut ShardWriter,
-        reports: &mut Vec<crate::report::MatrixReport>,
+        reports: &mut Vec<MatrixReport>,
         progress: &mut dyn Progress,
     ) -> Result<()> {
         let downs = self.matrices(Projection::Down);
@@ -179,10 +175,11 @@ impl LayerWork<'_> {
             }
             pool = Some(sum.finish());
         }
-        let group = self.experts_at_once(width, self.text().hidden_size);
-        let inner = (self.threads / group).max(1);
+        let workers = self.experts_at_once(width, self.text().hidden_size);
+        let inner = (self.threads / workers).max(1);
+        // Activations need the runner, so they are made here, for as many experts as fit; kept ones need no such pauses.
+        let group = if kept.iter().all(Option::is_some) { downs.len() } else { workers };
         for first in (0..downs.len()).step_by(group) {
-            check(progress)?;
             let count = group.min(downs.len() - first);
             let own = (first..first + count)
                 .map(|e| match kept[e].take() {
@@ -190,12 +187,15 @@ impl LayerWork<'_> {
                     None => self.activation_moments(runner, inputs, e, &rows[e], quantized),
                 })
                 .collect::<Result<Vec<_>>>()?;
-            let done = workers::run(count, self.threads, |i| {
+            let task = |i: usize| {
                 let factor = self.factor(&own[i], pool.as_ref(), k, inner);
                 let statistics = Statistics { factor: &factor, own: &own[i], pool: pool.as_ref() };
                 quantize(self.source, &downs[first + i], self.recipe, Some(statistics), inner)
+            };
+            workers::run(count, workers, task, |done| {
+                self.write(writer, &done, reports, progress)?;
+                check(progress)
             })?;
-            self.write(writer, done, reports, progress)?;
         }
         Ok(())
     }
@@ -282,22 +282,20 @@ impl LayerWork<'_> {
         (self.budget_bytes / 2 / one.max(1)).clamp(1, self.threads.max(1))
     }
 
-    /// Writes matrices in their order and files their reports.
+    /// Writes a matrix, which must be the next one, and files its report.
     fn write(
         &self,
         writer: &mut ShardWriter,
-        done: Vec<Quantized>,
-        reports: &mut Vec<crate::report::MatrixReport>,
+        done: &Quantized,
+        reports: &mut Vec<MatrixReport>,
         progress: &mut dyn Progress,
-    ) -> Result<Vec<Quantized>> {
-        for q in &done {
-            writer.write_named(&q.matrix.packed(), &q.packed.packed)?;
-            writer.write_named(&q.matrix.scale(), &q.packed.scale)?;
-            writer.write_named(&q.matrix.shape(), &q.packed.shape())?;
-            reports.push(q.report.clone());
-            progress.advance(matrix_units(self.recipe.method, &q.matrix));
-        }
-        Ok(done)
+    ) -> Result<()> {
+        writer.write_named(&done.matrix.packed(), &done.packed.packed)?;
+        writer.write_named(&done.matrix.scale(), &done.packed.scale)?;
+        writer.write_named(&done.matrix.shape(), &done.packed.shape())?;
+        reports.push(done.report.clone());
+        progress.advance(matrix_units(self.recipe.method, &done.matrix));
+        Ok(())
     }
 }
 

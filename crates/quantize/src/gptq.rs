@@ -19,6 +19,7 @@ use crate::cholesky;
 use crate::hessian::Shrunk;
 use crate::real::{Precision, Real};
 use crate::rtn;
+use crate::spare;
 
 /// Columns that are rounded one by one; wider ranges are halved, the first half's errors carried over by one product.
 const STRIP: usize = 32;
@@ -78,12 +79,23 @@ pub struct Factor {
     columns: Vec<u32>,
     /// `[n]`, by column: set to zero before solving.
     zeroed: Vec<bool>,
+    any_zeroed: bool,
     /// Second moments of the inputs, dead ones at the mean; `[n]`.
     importance: Vec<f32>,
     dead: usize,
     damp: Option<f64>,
     failed: usize,
     kind: Kind,
+}
+
+impl Drop for Factor {
+    fn drop(&mut self) {
+        match std::mem::replace(&mut self.kind, Kind::Rtn) {
+            Kind::Single(t) => spare::give(t.unit),
+            Kind::Double(t) => spare::give(t.unit),
+            Kind::Rtn => {}
+        }
+    }
 }
 
 /// Codes of a matrix.
@@ -112,7 +124,7 @@ impl Factor {
                 d => d,
             })
             .collect();
-        let zeroed = (0..n).map(|i| zero && h.diagonal_is_zero(i)).collect();
+        let zeroed: Vec<bool> = (0..n).map(|i| zero && h.diagonal_is_zero(i)).collect();
         let mut columns: Vec<u32> = (0..n as u32).collect();
         if settings.order == Order::Static {
             columns.sort_by(|&a, &b| diagonal[b as usize].total_cmp(&diagonal[a as usize]));
@@ -121,6 +133,7 @@ impl Factor {
         let mut out = Self {
             n,
             columns,
+            any_zeroed: zeroed.contains(&true),
             zeroed,
             importance: diagonal.iter().map(|&d| d as f32).collect(),
             dead,
@@ -147,7 +160,7 @@ impl Factor {
     fn attempt<T: Real>(&mut self, h: &Shrunk<'_>, diagonal: &[f64], damp: f64, threads: usize) -> Option<Triangle<T>> {
         let n = self.n;
         let mean = diagonal.iter().sum::<f64>() / n as f64;
-        let mut a = vec![T::ZERO; n * n];
+        let mut a = spare::take::<T>(n * n);
         let mut damp = damp;
         loop {
             for (p, (row, &i)) in a.chunks_exact_mut(n).zip(&self.columns).enumerate() {
@@ -160,6 +173,7 @@ impl Factor {
             self.failed += 1;
             let next = if damp > 0.0 { damp * 10.0 } else { 0.01 };
             if next > 1.0 {
+                spare::give(a);
                 return None;
             }
             damp = next;
@@ -270,19 +284,29 @@ impl<T: Real> Part<'_, T> {
         let rows = self.losses.len();
         // Off the power of two, so that the rows of a tile do not compete for the same lines of the cache.
         let stride = n + 16;
-        let mut targets = vec![T::ZERO; rows * stride];
-        for (to, from) in targets.chunks_exact_mut(stride).zip(self.w.chunks_exact(n)) {
-            for (x, &c) in to.iter_mut().zip(&self.factor.columns) {
-                *x = if self.factor.zeroed[c as usize] { T::ZERO } else { T::of(from[c as usize]) };
+        let mut targets = spare::take::<T>(rows * stride);
+        let mut errors = spare::take::<T>(rows * stride);
+        let rows_of = |x| <[T]>::chunks_exact_mut(x, stride);
+        for ((t, e), w) in rows_of(&mut targets).zip(rows_of(&mut errors)).zip(self.w.chunks_exact(n)) {
+            for (t, &c) in t.iter_mut().zip(&self.factor.columns) {
+                *t = T::of(w[c as usize]);
             }
+            if self.factor.any_zeroed {
+                for (t, &c) in t.iter_mut().zip(&self.factor.columns) {
+                    *t = if self.factor.zeroed[c as usize] { T::ZERO } else { *t };
+                }
+            }
+            e[..n].copy_from_slice(&t[..n]);
         }
-        let mut work = Work { stride, errors: targets.clone(), targets, codes: vec![0; rows * n] };
+        let mut work = Work { stride, errors, targets, codes: vec![0; rows * n] };
         self.range(&mut work, 0, n);
         for (to, from) in self.codes.chunks_exact_mut(n).zip(work.codes.chunks_exact(n)) {
             for (&code, &c) in from.iter().zip(&self.factor.columns) {
                 to[c as usize] = code;
             }
         }
+        spare::give(work.targets);
+        spare::give(work.errors);
     }
 
     /// Rounds the positions `high - 1` down to `low`, whose targets include everything from `high` on.
@@ -306,6 +330,8 @@ impl<T: Real> Part<'_, T> {
         let n = self.factor.n;
         let columns = &self.factor.columns[low..high];
         let groups = n / self.group;
+        let mut group = [0; STRIP];
+        group.iter_mut().zip(columns).for_each(|(g, &c)| *g = c as usize / self.group);
         let mut target = [[T::ZERO; LANES]; STRIP];
         let mut original = [[T::ZERO; LANES]; STRIP];
         let mut scale = [[T::ONE; LANES]; STRIP];
@@ -315,10 +341,10 @@ impl<T: Real> Part<'_, T> {
                 let row = (first + r) * work.stride + low;
                 let (t, w) = (&work.targets[row..], &work.errors[row..]);
                 let s = &self.scales[(first + r) * groups..][..groups];
-                for (p, &c) in columns.iter().enumerate() {
+                for (p, &g) in group[..columns.len()].iter().enumerate() {
                     target[p][r] = t[p];
                     original[p][r] = w[p];
-                    scale[p][r] = T::of(s[c as usize / self.group].to_f32());
+                    scale[p][r] = T::of(s[g].to_f32());
                 }
             }
             let mut loss = [T::ZERO; LANES];

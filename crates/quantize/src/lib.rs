@@ -31,6 +31,7 @@ pub mod report;
 mod rows;
 pub mod rtn;
 pub mod scales;
+mod spare;
 mod state;
 mod workers;
 

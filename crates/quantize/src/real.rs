@@ -4,6 +4,8 @@ use std::ops::{AddAssign, Div, Mul, Neg, SubAssign};
 
 use glimmer_tensor::gemm::Element;
 
+use crate::spare::Shelf;
+
 /// Smallest code.
 pub const MIN_CODE: i8 = -8;
 /// Largest code.
@@ -47,6 +49,10 @@ pub trait Real:
     #[must_use]
     fn to_bf16(self) -> Self;
 
+    /// The arrays that this thread keeps.
+    #[doc(hidden)]
+    fn with_shelf<R>(work: impl FnOnce(&Shelf<Self>) -> R) -> R;
+
     /// The code of weight `self` at `scale`, as a float: clamp first, then round half to even.
     #[must_use]
     fn code(self, scale: Self) -> Self {
@@ -65,6 +71,13 @@ pub fn round_bf16(x: f32) -> f32 {
 }
 
 impl Real for f32 {
+    fn with_shelf<R>(work: impl FnOnce(&Shelf<Self>) -> R) -> R {
+        thread_local! {
+            static SHELF: Shelf<f32> = const { Shelf::new(Vec::new()) };
+        }
+        SHELF.with(work)
+    }
+
     const ONE: Self = 1.0;
     const ROUNDER: Self = 12_582_912.0;
 
@@ -83,6 +96,13 @@ impl Real for f32 {
 }
 
 impl Real for f64 {
+    fn with_shelf<R>(work: impl FnOnce(&Shelf<Self>) -> R) -> R {
+        thread_local! {
+            static SHELF: Shelf<f64> = const { Shelf::new(Vec::new()) };
+        }
+        SHELF.with(work)
+    }
+
     const ONE: Self = 1.0;
     const ROUNDER: Self = 6_755_399_441_055_744.0;
 

@@ -1,35 +1,57 @@
 //! Independent tasks on a few threads, results in the order of the tasks.
 
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::mpsc;
 
 use crate::error::Result;
 
-/// Runs `task` for every index of `0..count` on up to `workers` threads (the calling one among them). Each thread holds one
-/// task at a time. The results do not depend on the number of threads if the tasks do not.
+/// Runs `task` for every index of `0..count` on up to `workers` threads and hands the results over in order, on the calling
+/// thread, while later tasks are running. Each thread holds one task at a time. What is handed over does not depend on the
+/// number of threads if the tasks do not.
 ///
 /// # Errors
-/// The error of the first task, by index, that failed.
-pub(crate) fn run<T: Send>(count: usize, workers: usize, task: impl Fn(usize) -> Result<T> + Sync) -> Result<Vec<T>> {
+/// The error of the first task, by index, that failed, or of `consume`; tasks that have not begun are then left out.
+pub(crate) fn run<T: Send>(
+    count: usize,
+    workers: usize,
+    task: impl Fn(usize) -> Result<T> + Sync,
+    mut consume: impl FnMut(T) -> Result<()>,
+) -> Result<()> {
     let next = AtomicUsize::new(0);
-    let results: Vec<Mutex<Option<Result<T>>>> = (0..count).map(|_| Mutex::new(None)).collect();
-    let work = || loop {
-        let i = next.fetch_add(1, Ordering::Relaxed);
-        let Some(slot) = results.get(i) else { break };
-        let result = task(i);
-        if result.is_err() {
-            // Tasks that nobody has begun are pointless now.
-            next.store(count, Ordering::Relaxed);
-        }
-        *slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(result);
-    };
+    let (sender, results) = mpsc::channel::<(usize, Result<T>)>();
     std::thread::scope(|scope| {
-        for _ in 1..workers.min(count) {
-            scope.spawn(work);
+        for _ in 0..workers.clamp(1, count.max(1)) {
+            let (sender, next, task) = (sender.clone(), &next, &task);
+            scope.spawn(move || {
+                loop {
+                    let i = next.fetch_add(1, Ordering::Relaxed);
+                    if i >= count || sender.send((i, task(i))).is_err() {
+                        break;
+                    }
+                }
+            });
         }
-        work();
-    });
-    results.into_iter().filter_map(|slot| slot.into_inner().unwrap_or_else(PoisonError::into_inner)).collect()
+        drop(sender);
+        let mut early: BTreeMap<usize, Result<T>> = BTreeMap::new();
+        for expected in 0..count {
+            let result = loop {
+                if let Some(result) = early.remove(&expected) {
+                    break result;
+                }
+                let Ok((i, result)) = results.recv() else {
+                    // Only a panic ends the threads early, and the scope passes it on.
+                    return Ok(());
+                };
+                early.insert(i, result);
+            };
+            if let Err(error) = result.and_then(&mut consume) {
+                next.store(count, Ordering::Relaxed);
+                return Err(error);
+            }
+        }
+        Ok(())
+    })
 }
 
 #[cfg(test)]
@@ -40,10 +62,27 @@ mod tests {
     #[test]
     fn results_are_in_order_and_an_error_ends_the_run() {
         for workers in [1, 2, 5] {
-            assert_eq!(run(7, workers, |i| Ok(i * i)).unwrap(), [0, 1, 4, 9, 16, 25, 36]);
-            let failed = run(7, workers, |i| if i == 3 { Err(Error::Interrupted) } else { Ok(i) });
-            assert!(matches!(failed, Err(Error::Interrupted)));
+            let mut seen = Vec::new();
+            let mut collect = |x| {
+                seen.push(x);
+                Ok(())
+            };
+            run(7, workers, |i| Ok(i * i), &mut collect).unwrap();
+            assert_eq!(seen, [0, 1, 4, 9, 16, 25, 36]);
+            let mut sum = 0;
+            let failed = run(
+                7,
+                workers,
+                |i| if i == 3 { Err(Error::NoCalibration) } else { Ok(i) },
+                |x| {
+                    sum += x;
+                    Ok(())
+                },
+            );
+            assert!(matches!(failed, Err(Error::NoCalibration)) && sum == 3);
+            let stopped = run(7, workers, Ok, |x| if x == 2 { Err(Error::Interrupted) } else { Ok(()) });
+            assert!(matches!(stopped, Err(Error::Interrupted)));
         }
-        assert!(run(0, 2, Ok).unwrap().is_empty());
+        run(0, 2, Ok, |_| Ok(())).unwrap();
     }
 }
