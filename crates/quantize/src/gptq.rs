@@ -12,7 +12,8 @@
 //!
 //! Scales are fixed beforehand. The error of a column is formed against the stored value, `s * q` rounded to bfloat16.
 
-use glimmer_tensor::gemm::{LANES, Region, Sign, View, eliminate, gemm};
+use glimmer_tensor::cpu::simd::{Isa, Kernel, Simd};
+use glimmer_tensor::gemm::{Region, Sign, View, gemm};
 use half::bf16;
 
 use crate::cholesky;
@@ -23,6 +24,8 @@ use crate::spare;
 
 /// Columns that are rounded one by one; wider ranges are halved, the first half's errors carried over by one product.
 const STRIP: usize = 32;
+/// Rows that are rounded together.
+const LANES: usize = 64;
 
 /// In which order columns are rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -79,7 +82,6 @@ pub struct Factor {
     columns: Vec<u32>,
     /// `[n]`, by column: set to zero before solving.
     zeroed: Vec<bool>,
-    any_zeroed: bool,
     /// Second moments of the inputs, dead ones at the mean; `[n]`.
     importance: Vec<f32>,
     dead: usize,
@@ -133,7 +135,6 @@ impl Factor {
         let mut out = Self {
             n,
             columns,
-            any_zeroed: zeroed.contains(&true),
             zeroed,
             importance: diagonal.iter().map(|&d| d as f32).collect(),
             dead,
@@ -267,44 +268,65 @@ struct Part<'a, T> {
     losses: &'a mut [f64],
 }
 
-/// The working arrays of a part, `[rows, stride]`, columns in positions.
+/// The working arrays of a part: a line for each position, `[n, stride]`, whose elements are the rows. Rounding a position
+/// then works on whole lines.
 struct Work<T> {
+    /// Elements of a line: the rows, filled up to whole vectors.
     stride: usize,
     /// Targets `t`; meaningful for positions that are not rounded yet.
     targets: Vec<T>,
     /// Original weights `w`, replaced by errors `w - q` once rounded.
     errors: Vec<T>,
-    /// Codes of rounded positions, `[rows, n]`.
+    /// Scales, a line for each group, `[groups, stride]`.
+    scales: Vec<T>,
+    /// Codes of rounded positions, `[n, rows]`.
     codes: Vec<i8>,
+    /// Sums of squared distances, `[stride]`.
+    losses: Vec<T>,
 }
 
 impl<T: Real> Part<'_, T> {
     fn run(mut self) {
-        let n = self.factor.n;
-        let rows = self.losses.len();
-        // Off the power of two, so that the rows of a tile do not compete for the same lines of the cache.
-        let stride = n + 16;
-        let mut targets = spare::take::<T>(rows * stride);
-        let mut errors = spare::take::<T>(rows * stride);
-        let rows_of = |x| <[T]>::chunks_exact_mut(x, stride);
-        for ((t, e), w) in rows_of(&mut targets).zip(rows_of(&mut errors)).zip(self.w.chunks_exact(n)) {
-            for (t, &c) in t.iter_mut().zip(&self.factor.columns) {
-                *t = T::of(w[c as usize]);
-            }
-            if self.factor.any_zeroed {
-                for (t, &c) in t.iter_mut().zip(&self.factor.columns) {
-                    *t = if self.factor.zeroed[c as usize] { T::ZERO } else { *t };
+        /// Rows that are turned at a time.
+        const TURN: usize = 16;
+        let (n, rows, groups) = (self.factor.n, self.losses.len(), self.factor.n / self.group);
+        let padded = rows.next_multiple_of(LANES);
+        // Off the powers of two, so that the lines of a tile do not compete for the same places of the cache.
+        let stride = if padded.is_multiple_of(8 * LANES) { padded + LANES } else { padded };
+        let mut targets = spare::take::<T>(n * stride);
+        for first in (0..rows).step_by(TURN) {
+            let count = TURN.min(rows - first);
+            for (line, &c) in targets.chunks_exact_mut(stride).zip(&self.factor.columns) {
+                let c = c as usize;
+                for (r, t) in line[first..first + count].iter_mut().enumerate() {
+                    *t = T::of(self.w[(first + r) * n + c]);
                 }
             }
-            e[..n].copy_from_slice(&t[..n]);
         }
-        let mut work = Work { stride, errors, targets, codes: vec![0; rows * n] };
-        self.range(&mut work, 0, n);
-        for (to, from) in self.codes.chunks_exact_mut(n).zip(work.codes.chunks_exact(n)) {
-            for (&code, &c) in from.iter().zip(&self.factor.columns) {
-                to[c as usize] = code;
+        for (line, &c) in targets.chunks_exact_mut(stride).zip(&self.factor.columns) {
+            line[rows..].fill(T::ZERO);
+            if self.factor.zeroed[c as usize] {
+                line.fill(T::ZERO);
             }
         }
+        let mut errors = spare::take::<T>(n * stride);
+        errors.copy_from_slice(&targets);
+        let mut scales = vec![T::ONE; groups * stride];
+        for (r, row) in self.scales.chunks_exact(groups).enumerate() {
+            row.iter().enumerate().for_each(|(g, s)| scales[g * stride + r] = T::of(s.to_f32()));
+        }
+        let losses = vec![T::ZERO; stride];
+        let mut work = Work { stride, targets, errors, scales, codes: vec![0; n * rows], losses };
+        self.range(&mut work, 0, n);
+        for first in (0..rows).step_by(TURN) {
+            let count = TURN.min(rows - first);
+            for (line, &c) in work.codes.chunks_exact(rows).zip(&self.factor.columns) {
+                for (r, &code) in line[first..first + count].iter().enumerate() {
+                    self.codes[(first + r) * n + c as usize] = code;
+                }
+            }
+        }
+        self.losses.iter_mut().zip(&work.losses).for_each(|(total, l)| *total = l.to_f64());
         spare::give(work.targets);
         spare::give(work.errors);
     }
@@ -313,68 +335,64 @@ impl<T: Real> Part<'_, T> {
     fn range(&mut self, work: &mut Work<T>, low: usize, high: usize) {
         let width = high - low;
         if width <= STRIP {
-            return self.strip(work, low, high);
+            return Isa::best().run(Strip { part: self, work, low, high });
         }
         let half = (width.next_power_of_two() / 2).max(STRIP);
         let middle = low + half;
         self.range(work, middle, high);
-        let (n, rows) = (self.factor.n, self.losses.len());
-        let errors = View::new(&work.errors[middle..], rows, high - middle, work.stride);
+        let (n, stride) = (self.factor.n, work.stride);
         let unit = View::new(&self.triangle.unit[middle * n + low..], high - middle, half, n);
-        gemm(Sign::Plus, errors, unit, &mut work.targets[low..], work.stride, Region::Full, 1);
+        let errors = View::new(&work.errors[middle * stride..], high - middle, stride, stride);
+        let targets = &mut work.targets[low * stride..middle * stride];
+        gemm(Sign::Plus, unit.transposed(), errors, targets, stride, Region::Full, 1);
         self.range(work, low, middle);
     }
+}
 
-    /// As [`Part::range`], one position after the other.
-    fn strip(&mut self, work: &mut Work<T>, low: usize, high: usize) {
-        let n = self.factor.n;
-        let columns = &self.factor.columns[low..high];
-        let groups = n / self.group;
-        let mut group = [0; STRIP];
-        group.iter_mut().zip(columns).for_each(|(g, &c)| *g = c as usize / self.group);
+/// [`Part::range`] over few positions, one after the other.
+struct Strip<'p, 'a, T> {
+    part: &'p mut Part<'a, T>,
+    work: &'p mut Work<T>,
+    low: usize,
+    high: usize,
+}
+
+impl<T: Real> Kernel for Strip<'_, '_, T> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) {
+        let Self { part, work, low, high } = self;
+        let (n, rows, stride, width) = (part.factor.n, part.losses.len(), work.stride, high - low);
         let mut target = [[T::ZERO; LANES]; STRIP];
-        let mut original = [[T::ZERO; LANES]; STRIP];
-        let mut scale = [[T::ONE; LANES]; STRIP];
-        for first in (0..self.losses.len()).step_by(LANES) {
-            let lanes = LANES.min(self.losses.len() - first);
-            for r in 0..lanes {
-                let row = (first + r) * work.stride + low;
-                let (t, w) = (&work.targets[row..], &work.errors[row..]);
-                let s = &self.scales[(first + r) * groups..][..groups];
-                for (p, &g) in group[..columns.len()].iter().enumerate() {
-                    target[p][r] = t[p];
-                    original[p][r] = w[p];
-                    scale[p][r] = T::of(s[g].to_f32());
-                }
+        for first in (0..rows).step_by(LANES) {
+            for (p, line) in target[..width].iter_mut().enumerate() {
+                line.copy_from_slice(&work.targets[(low + p) * stride + first..][..LANES]);
             }
-            let mut loss = [T::ZERO; LANES];
-            let mut code = [[T::ZERO; LANES]; STRIP];
-            for p in (0..columns.len()).rev() {
-                let pivot = self.triangle.pivots[low + p];
-                let mut error = [T::ZERO; LANES];
+            for p in (0..width).rev() {
+                let column = part.factor.columns[low + p] as usize;
+                let pivot = part.triangle.pivots[low + p];
+                let scales = &work.scales[column / part.group * stride + first..][..LANES];
+                let errors = &mut work.errors[(low + p) * stride + first..][..LANES];
+                let losses = &mut work.losses[first..][..LANES];
+                let mut codes = [0i8; LANES];
                 for r in 0..LANES {
-                    let s = scale[p][r];
-                    let q = target[p][r].code(s);
-                    let stored = (q * s).to_bf16();
-                    let distance = pivot * (target[p][r] - stored);
-                    loss[r] += distance * distance;
-                    code[p][r] = q;
-                    error[r] = original[p][r] - stored;
+                    let t = target[p][r];
+                    let q = t.code(scales[r]);
+                    let stored = (q * scales[r]).to_bf16();
+                    let distance = pivot * (t - stored);
+                    losses[r] += distance * distance;
+                    codes[r] = q.to_code();
+                    errors[r] = errors[r] - stored;
                 }
-                let unit = &self.triangle.unit[(low + p) * n + low..][..p];
-                eliminate(&mut target[..p], &error, unit);
-                original[p] = error;
-            }
-            for r in 0..lanes {
-                let errors = &mut work.errors[(first + r) * work.stride + low..];
-                let codes = &mut work.codes[(first + r) * n + low..];
-                for p in 0..columns.len() {
-                    errors[p] = original[p][r];
-                    codes[p] = code[p][r].to_f64() as i8;
+                let lanes = LANES.min(rows - first);
+                work.codes[(low + p) * rows + first..][..lanes].copy_from_slice(&codes[..lanes]);
+                let unit = &part.triangle.unit[(low + p) * n + low..][..p];
+                for (line, &factor) in target[..p].iter_mut().zip(unit) {
+                    for (x, &e) in line.iter_mut().zip(&*errors) {
+                        *x = e.fma(factor, *x);
+                    }
                 }
-            }
-            for (total, l) in self.losses[first..first + lanes].iter_mut().zip(loss) {
-                *total += l.to_f64();
             }
         }
     }

@@ -49,12 +49,15 @@ pub trait Real:
     #[must_use]
     fn to_bf16(self) -> Self;
 
+    /// The code that this float is: the low bits of the sum with [`Real::ROUNDER`], whose unit is 1.
+    fn to_code(self) -> i8;
     /// The arrays that this thread keeps.
     #[doc(hidden)]
     fn with_shelf<R>(work: impl FnOnce(&Shelf<Self>) -> R) -> R;
 
     /// The code of weight `self` at `scale`, as a float: clamp first, then round half to even.
     #[must_use]
+    #[inline(always)]
     fn code(self, scale: Self) -> Self {
         let (low, high) = (Self::of(f32::from(MIN_CODE)), Self::of(f32::from(MAX_CODE)));
         let x = self / scale;
@@ -65,12 +68,18 @@ pub trait Real:
 }
 
 /// Rounds to the nearest bfloat16, half to even; the value must be finite.
+#[inline(always)]
 pub fn round_bf16(x: f32) -> f32 {
     let bits = x.to_bits();
     f32::from_bits(bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) & 0xffff_0000)
 }
 
 impl Real for f32 {
+    #[inline(always)]
+    fn to_code(self) -> i8 {
+        (self + Self::ROUNDER).to_bits() as i8
+    }
+
     fn with_shelf<R>(work: impl FnOnce(&Shelf<Self>) -> R) -> R {
         thread_local! {
             static SHELF: Shelf<f32> = const { Shelf::new(Vec::new()) };
@@ -81,21 +90,29 @@ impl Real for f32 {
     const ONE: Self = 1.0;
     const ROUNDER: Self = 12_582_912.0;
 
+    #[inline(always)]
     fn of(value: f32) -> Self {
         value
     }
     fn of_f64(value: f64) -> Self {
         value as Self
     }
+    #[inline(always)]
     fn to_f64(self) -> f64 {
         f64::from(self)
     }
+    #[inline(always)]
     fn to_bf16(self) -> Self {
         round_bf16(self)
     }
 }
 
 impl Real for f64 {
+    #[inline(always)]
+    fn to_code(self) -> i8 {
+        (self + Self::ROUNDER).to_bits() as i8
+    }
+
     fn with_shelf<R>(work: impl FnOnce(&Shelf<Self>) -> R) -> R {
         thread_local! {
             static SHELF: Shelf<f64> = const { Shelf::new(Vec::new()) };
@@ -106,15 +123,18 @@ impl Real for f64 {
     const ONE: Self = 1.0;
     const ROUNDER: Self = 6_755_399_441_055_744.0;
 
+    #[inline(always)]
     fn of(value: f32) -> Self {
         Self::from(value)
     }
     fn of_f64(value: f64) -> Self {
         value
     }
+    #[inline(always)]
     fn to_f64(self) -> f64 {
         self
     }
+    #[inline(always)]
     fn to_bf16(self) -> Self {
         Self::from(round_bf16(self as f32))
     }

@@ -3,6 +3,7 @@
 //! All rules return bfloat16 values, because that is what the artifact stores: a weight is always quantized against the
 //! stored scale. An all-zero group gets [`ZERO_SCALE`].
 
+use glimmer_tensor::cpu::simd::{Isa, Kernel, Simd};
 use half::bf16;
 
 use crate::real::{MAX_CODE, MIN_CODE, Real, round_bf16};
@@ -43,15 +44,13 @@ pub fn scales(rule: ScaleRule, w: &[f32], cols: usize, group: usize, importance:
                     &uniform
                 }
             };
-            w.chunks_exact(cols)
-                .flat_map(|row| row.chunks_exact(group).zip(importance.chunks_exact(group)))
-                .map(|(g, h)| weighted_search(g, h))
-                .collect()
+            Isa::best().run(Search { w, importance, group })
         }
     }
 }
 
 /// Largest magnitude.
+#[inline(always)]
 fn largest(group: &[f32]) -> f32 {
     group.iter().fold(0.0f32, |a, &x| if x.abs() > a { x.abs() } else { a })
 }
@@ -102,13 +101,37 @@ fn shrinking_ranges(w: &[f32], group: usize) -> Vec<bf16> {
 /// Lanes of an error sum; a fixed number makes the order of additions a definition.
 const LANES: usize = 16;
 
+/// The weighted search over all groups of a matrix.
+struct Search<'a> {
+    w: &'a [f32],
+    importance: &'a [f32],
+    group: usize,
+}
+
+impl Kernel for Search<'_> {
+    type Output = Vec<bf16>;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> Vec<bf16> {
+        let mut scales = Vec::with_capacity(self.w.len() / self.group);
+        for row in self.w.chunks_exact(self.importance.len()) {
+            for (g, h) in row.chunks_exact(self.group).zip(self.importance.chunks_exact(self.group)) {
+                scales.push(weighted_search(g, h));
+            }
+        }
+        scales
+    }
+}
+
 /// The candidate `A / d` with the least weighted squared error; the first of equals.
+#[inline(always)]
 fn weighted_search(g: &[f32], h: &[f32]) -> bf16 {
     let a = largest(g);
     let mut best = (f32::INFINITY, from_range(a));
     for tenths in 60..=100u16 {
         let s = bf16::from_f32(a * 10.0 / f32::from(tenths));
-        if s.to_f32() <= 0.0 {
+        // Smaller ones have no finite inverse.
+        if s.to_f32() < f32::MIN_POSITIVE {
             continue;
         }
         let error = weighted_error(g, h, s.to_f32());
@@ -119,11 +142,17 @@ fn weighted_search(g: &[f32], h: &[f32]) -> bf16 {
     best.1
 }
 
-/// `sum h (w - s q(w / s))^2` for a scale above zero.
+/// `sum h (w - s q(w / s))^2` for a scale above zero. The quotient is a product with `1 / s`: a tie that falls to the other
+/// side has the same error to rounding.
+#[inline(always)]
 fn weighted_error(g: &[f32], h: &[f32], s: f32) -> f32 {
     let (low, high) = (f32::from(MIN_CODE), f32::from(MAX_CODE));
+    let inverse = 1.0 / s;
     let term = |x: f32, h: f32| {
-        let q = ((x / s).max(low).min(high) + f32::ROUNDER) - f32::ROUNDER;
+        let q = x * inverse;
+        let q = if q < low { low } else { q };
+        let q = if q > high { high } else { q };
+        let q = (q + f32::ROUNDER) - f32::ROUNDER;
         let e = x - s * q;
         h * (e * e)
     };

@@ -11,7 +11,7 @@ use crate::real::Real;
 const KEPT: usize = 4;
 
 /// The arrays of a thread, for one element type.
-pub type Shelf<T> = RefCell<Vec<Vec<T>>>;
+pub(crate) type Shelf<T> = RefCell<Vec<Vec<T>>>;
 
 /// An array of `len` elements of unspecified value.
 pub(crate) fn take<T: Real>(len: usize) -> Vec<T> {

@@ -20,9 +20,6 @@ pub trait Element:
     /// Lends `size` elements of unspecified content that this thread keeps for the next time.
     #[doc(hidden)]
     fn with_scratch<R>(size: usize, work: impl FnOnce(&mut [Self]) -> R) -> R;
-    /// The fastest form of [`super::eliminate`] on this machine.
-    #[doc(hidden)]
-    fn eliminate_kernel() -> fn(&mut [[Self; LANES]], &[Self; LANES], &[Self]);
     /// The fastest kernel of this machine.
     #[doc(hidden)]
     fn kernel() -> Kernel<Self>;
@@ -30,9 +27,6 @@ pub trait Element:
     #[doc(hidden)]
     fn kernels() -> Vec<Kernel<Self>>;
 }
-
-/// Elements of a vector in [`super::eliminate`].
-pub const LANES: usize = 64;
 
 /// A tile function: `C[rows, cols] (+|-)= A B` over `k` terms; `a` and `b` are packed panels.
 type TileFn<T> = unsafe fn(k: usize, a: &[T], b: &[T], c: &mut [T], stride: usize, sign: Sign);
@@ -78,16 +72,6 @@ unsafe fn portable<T: Element, const R: usize, const C: usize>(
     for (r, sums) in sums.iter().enumerate() {
         for (t, &s) in c[r * stride..][..C].iter_mut().zip(sums) {
             *t = if sign == Sign::Plus { *t + s } else { *t - s };
-        }
-    }
-}
-
-/// The definition of [`super::eliminate`].
-#[inline(always)]
-fn eliminate_plain<T: Element>(targets: &mut [[T; LANES]], x: &[T; LANES], factors: &[T]) {
-    for (target, &factor) in targets.iter_mut().zip(factors) {
-        for (t, &x) in target.iter_mut().zip(x) {
-            *t = x.fma(factor, *t);
         }
     }
 }
@@ -148,7 +132,7 @@ macro_rules! tile {
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     #![allow(clippy::needless_range_loop, clippy::wildcard_imports, reason = "unrolled register tiles")]
-    use super::{Element, LANES, Sign, eliminate_plain};
+    use super::Sign;
     tile!(
         f32_avx512,
         "avx512f",
@@ -210,30 +194,6 @@ mod x86 {
         _mm256_storeu_pd
     );
 
-    /// [`super::eliminate_plain`] compiled for AVX-512.
-    #[target_feature(enable = "avx512f,fma")]
-    fn eliminate_avx512<T: Element>(targets: &mut [[T; LANES]], x: &[T; LANES], factors: &[T]) {
-        eliminate_plain(targets, x, factors);
-    }
-
-    /// [`super::eliminate_plain`] compiled for AVX2.
-    #[target_feature(enable = "avx2,fma")]
-    fn eliminate_avx2<T: Element>(targets: &mut [[T; LANES]], x: &[T; LANES], factors: &[T]) {
-        eliminate_plain(targets, x, factors);
-    }
-
-    pub(super) fn eliminate_kernel<T: Element>() -> fn(&mut [[T; LANES]], &[T; LANES], &[T]) {
-        if is_x86_feature_detected!("avx512f") && is_x86_feature_detected!("fma") {
-            // SAFETY: the features were detected above.
-            |t, x, f| unsafe { eliminate_avx512(t, x, f) }
-        } else if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            // SAFETY: the features were detected above.
-            |t, x, f| unsafe { eliminate_avx2(t, x, f) }
-        } else {
-            eliminate_plain
-        }
-    }
-
     use super::Kernel;
     pub(super) fn kernels_f32(out: &mut Vec<Kernel<f32>>) {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
@@ -271,12 +231,6 @@ macro_rules! element {
                     }
                     work(&mut scratch[..size])
                 })
-            }
-            fn eliminate_kernel() -> fn(&mut [[Self; LANES]], &[Self; LANES], &[Self]) {
-                #[cfg(target_arch = "x86_64")]
-                return x86::eliminate_kernel();
-                #[cfg(not(target_arch = "x86_64"))]
-                eliminate_plain
             }
             fn kernel() -> Kernel<Self> {
                 *Self::kernels().last().expect("the portable kernel is always there")

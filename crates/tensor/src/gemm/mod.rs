@@ -7,7 +7,7 @@
 
 mod kernel;
 
-pub use kernel::{Element, LANES};
+pub use kernel::Element;
 
 use kernel::Kernel;
 
@@ -217,16 +217,6 @@ fn block_in<T: Element>(
     }
 }
 
-/// `targets[i] = fma(x, factors[i], targets[i])` for vectors of [`LANES`] elements: what eliminating one column does to the
-/// others.
-///
-/// # Panics
-/// When `targets` is not as long as `factors`: a defect of the caller.
-pub fn eliminate<T: Element>(targets: &mut [[T; LANES]], x: &[T; LANES], factors: &[T]) {
-    assert_eq!(targets.len(), factors.len(), "one factor a vector");
-    T::eliminate_kernel()(targets, x, factors);
-}
-
 /// Whether rows `r0..r1` and columns `c0..c1` have nothing in common with the region.
 fn outside(region: Region, r0: usize, r1: usize, c0: usize, c1: usize) -> bool {
     match region {
@@ -275,8 +265,8 @@ fn pack<T: Element>(
                     let mut square = [[T::ZERO; SIDE]; SIDE];
                     for i in 0..SIDE {
                         let start = (r0 + r + i) * source.row_stride + depth.start + k;
-                        for (j, &value) in source.data[start..start + SIDE].iter().enumerate() {
-                            square[j][i] = value;
+                        for (line, &value) in square.iter_mut().zip(&source.data[start..start + SIDE]) {
+                            line[i] = value;
                         }
                     }
                     for (j, line) in square.iter().enumerate() {
@@ -415,24 +405,6 @@ mod tests {
                 }
             }
         }
-    }
-
-    #[test]
-    fn elimination_equals_its_definition_bit_for_bit() {
-        let x: [f32; LANES] = values(LANES, 9).try_into().unwrap();
-        let factors = values(5, 10);
-        let mut targets: Vec<[f32; LANES]> = (0..5).map(|i| values(LANES, 11 + i).try_into().unwrap()).collect();
-        let expected: Vec<Vec<f32>> = targets
-            .iter()
-            .zip(&factors)
-            .map(|(t, &f)| t.iter().zip(&x).map(|(&t, &x)| x.mul_add(f, t)).collect())
-            .collect();
-        eliminate(&mut targets, &x, &factors);
-        assert!(targets.iter().zip(&expected).all(|(t, e)| t[..] == e[..]));
-        let wide = x.map(f64::from);
-        let mut targets = [[0.25f64; LANES]];
-        eliminate(&mut targets, &wide, &[0.1]);
-        assert!(targets[0].iter().zip(&wide).all(|(&t, x)| t.to_bits() == x.mul_add(0.1, 0.25).to_bits()));
     }
 
     #[test]
