@@ -288,7 +288,7 @@ struct Work<T> {
 impl<T: Real> Part<'_, T> {
     fn run(mut self) {
         /// Rows that are turned at a time.
-        const TURN: usize = 16;
+        const TURN: usize = 8;
         let (n, rows, groups) = (self.factor.n, self.losses.len(), self.factor.n / self.group);
         let padded = rows.next_multiple_of(LANES);
         // Off the powers of two, so that the lines of a tile do not compete for the same places of the cache.

@@ -234,6 +234,8 @@ fn pack<T: Element>(
     tile: usize,
     out: &mut [T],
 ) {
+    /// Edge of the squares and length of the pieces that are copied at a time.
+    const SIDE: usize = 8;
     let kb = depth.len();
     if source.row_stride == 1 {
         // The terms' lines are contiguous: read each once, from end to end.
@@ -244,8 +246,14 @@ fn pack<T: Element>(
             let line = &source.data[start..start + rows.len()];
             for (part, panel) in line.chunks(tile).zip(out.chunks_exact_mut(tile * kb)) {
                 let target = &mut panel[k * tile..(k + 1) * tile];
-                target[..part.len()].copy_from_slice(part);
-                target[part.len()..].fill(T::ZERO);
+                if part.len() == tile && tile.is_multiple_of(SIDE) {
+                    // In pieces of known size, which need no call.
+                    let pieces = target.as_chunks_mut::<SIDE>().0.iter_mut().zip(part.as_chunks::<SIDE>().0);
+                    pieces.for_each(|(to, from)| *to = *from);
+                } else {
+                    target[..part.len()].copy_from_slice(part);
+                    target[part.len()..].fill(T::ZERO);
+                }
             }
         }
         return;
@@ -257,7 +265,6 @@ fn pack<T: Element>(
         }
         if source.col_stride == 1 {
             // By squares, so that each line of the panel is written whole.
-            const SIDE: usize = 8;
             for r in (0..count).step_by(SIDE) {
                 let side = SIDE.min(count - r);
                 let mut k = 0;
