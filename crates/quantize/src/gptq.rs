@@ -383,7 +383,7 @@ impl<T: Real> Kernel for Strip<'_, '_, T> {
                     let distance = pivot * (t - stored);
                     losses[r] += distance * distance;
                     codes[r] = q.to_code();
-                    errors[r] = errors[r] - stored;
+                    errors[r] -= stored;
                 }
                 let lanes = LANES.min(rows - first);
                 work.codes[(low + p) * rows + first..][..lanes].copy_from_slice(&codes[..lanes]);
