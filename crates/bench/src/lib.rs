@@ -12,6 +12,7 @@ mod demo;
 mod engine;
 mod error;
 mod evaluate;
+mod exponential;
 mod kld;
 mod local;
 mod panel;
