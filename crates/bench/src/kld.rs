@@ -5,6 +5,9 @@
 //! before this does. A few positions carry most of the plain mean, so it is reported together with a mean in which each
 //! token counts at most [`KLD_CAP`] and with the median over documents.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc;
+
 use serde::{Deserialize, Serialize};
 
 use crate::error::BenchError;
@@ -78,23 +81,109 @@ pub fn divergences(
     documents: &[Document],
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<Vec<Divergence>, BenchError> {
-    let vocabulary = reference.vocabulary();
-    if let Some(other) = models.iter().map(|model| model.vocabulary()).find(|&other| other != vocabulary) {
-        return Err(BenchError::Mismatch { what: "vocabulary".to_owned(), reference: vocabulary, found: other });
-    }
-    let mut totals: Vec<(Sums, Vec<f64>)> = models.iter().map(|_| Default::default()).collect();
+    check_vocabularies(reference, models.iter().map(|model| model.vocabulary()))?;
+    let mut sums = Vec::with_capacity(documents.len());
     for (index, document) in documents.iter().enumerate() {
         let rows = Rows::of(reference, document)?;
-        for (model, (total, means)) in models.iter_mut().zip(&mut totals) {
-            let sums = rows.compare(*model, document)?;
-            if sums.tokens > 0 {
-                means.push(sums.divergence / sums.tokens as f64);
-            }
-            total.join(&sums);
-        }
+        let of_models = models.iter_mut().map(|model| rows.compare(*model, document));
+        sums.push(of_models.collect::<Result<Vec<_>, _>>()?);
         progress(index + 1, documents.len());
     }
-    Ok(totals.into_iter().map(|(total, means)| total.finish(documents.len(), means)).collect())
+    Ok(summaries(models.len(), &sums))
+}
+
+/// A reference and the models to be measured against it, for one thread.
+pub struct ScorerSet<'a> {
+    /// The reference.
+    pub reference: Box<dyn Scorer + Send + 'a>,
+    /// The models.
+    pub models: Vec<Box<dyn Scorer + Send + 'a>>,
+}
+
+/// [`divergences`] on as many threads as there are sets. All sets must hold the same models; documents go to whichever set
+/// is free, and the results are those of one set, to the bit. Progress is reported on the calling thread.
+///
+/// # Errors
+/// As [`divergences`].
+pub fn divergences_on_threads(
+    sets: Vec<ScorerSet<'_>>,
+    documents: &[Document],
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<Vec<Divergence>, BenchError> {
+    let models = sets.first().map_or(0, |set| set.models.len());
+    let next = AtomicUsize::new(0);
+    let (results, received) = mpsc::channel();
+    let mut sums: Vec<Vec<Sums>> = vec![Vec::new(); documents.len()];
+    std::thread::scope(|scope| {
+        for mut set in sets {
+            let (results, next) = (results.clone(), &next);
+            scope.spawn(move || {
+                while let Some((index, document)) = take(next, documents) {
+                    let result = set.measure(document);
+                    let failed = result.is_err();
+                    if results.send((index, result)).is_err() || failed {
+                        return;
+                    }
+                }
+            });
+        }
+        drop(results);
+        for (done, (index, result)) in received.iter().enumerate() {
+            match result {
+                Ok(of_models) => sums[index] = of_models,
+                Err(error) => {
+                    // The other threads end after the document at hand.
+                    next.store(documents.len(), Ordering::Relaxed);
+                    return Err(error);
+                }
+            }
+            progress(done + 1, documents.len());
+        }
+        Ok(())
+    })?;
+    Ok(summaries(models, &sums))
+}
+
+fn take<'d>(next: &AtomicUsize, documents: &'d [Document]) -> Option<(usize, &'d Document)> {
+    let index = next.fetch_add(1, Ordering::Relaxed);
+    documents.get(index).map(|document| (index, document))
+}
+
+impl ScorerSet<'_> {
+    fn measure(&mut self, document: &Document) -> Result<Vec<Sums>, BenchError> {
+        check_vocabularies(self.reference.as_ref(), self.models.iter().map(|model| model.vocabulary()))?;
+        let rows = Rows::of(self.reference.as_mut(), document)?;
+        self.models.iter_mut().map(|model| rows.compare(model.as_mut(), document)).collect()
+    }
+}
+
+impl std::fmt::Debug for ScorerSet<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "ScorerSet({} models)", self.models.len())
+    }
+}
+
+fn check_vocabularies(reference: &dyn Scorer, mut models: impl Iterator<Item = usize>) -> Result<(), BenchError> {
+    let vocabulary = reference.vocabulary();
+    match models.find(|&other| other != vocabulary) {
+        Some(found) => Err(BenchError::Mismatch { what: "vocabulary".to_owned(), reference: vocabulary, found }),
+        None => Ok(()),
+    }
+}
+
+/// Joins the sums of documents (`[document][model]`) in the order of the documents.
+fn summaries(models: usize, sums: &[Vec<Sums>]) -> Vec<Divergence> {
+    let summary = |model: usize| {
+        let (mut total, mut means) = (Sums::default(), Vec::new());
+        for document in sums.iter().filter_map(|of_models| of_models.get(model)) {
+            if document.tokens > 0 {
+                means.push(document.divergence / document.tokens as f64);
+            }
+            total.join(document);
+        }
+        total.finish(sums.len(), means)
+    };
+    (0..models).map(summary).collect()
 }
 
 /// The reference's distributions at the compared positions of one document.
@@ -325,6 +414,26 @@ mod tests {
         let documents = [document(&[0, 0]), document(&[0, 0]), document(&[0, 0, 0])];
         let result = measure(p, q, &documents).unwrap();
         assert!(result.mean > 0.05 && result.median_document < 1e-12, "{result:?}");
+    }
+
+    #[test]
+    fn threads_change_nothing_and_report_errors() {
+        let rows = |shift: u16| -> Vec<Vec<f32>> {
+            (0..5).map(|r| (0..40).map(|v| f32::from((v * 7 + r * shift) % 13)).collect()).collect()
+        };
+        let documents: Vec<Document> = (2..30).map(|n| document(&vec![1; n])).collect();
+        let set = || ScorerSet {
+            reference: Box::new(Fixed(rows(3))),
+            models: vec![Box::new(Fixed(rows(4))), Box::new(Fixed(rows(5)))],
+        };
+        let mut calls = 0;
+        let shared = divergences_on_threads(vec![set(), set(), set()], &documents, &mut |_, _| calls += 1).unwrap();
+        assert_eq!(calls, documents.len());
+        for (model, shift) in shared.iter().zip([4, 5]) {
+            assert_eq!(*model, measure(rows(3), rows(shift), &documents).unwrap());
+        }
+        let broken = || ScorerSet { models: vec![Box::new(Fixed(vec![vec![0.0; 3]]))], ..set() };
+        assert!(divergences_on_threads(vec![broken(), broken()], &documents, &mut |_, _| {}).is_err());
     }
 
     #[test]

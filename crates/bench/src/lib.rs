@@ -30,7 +30,7 @@ pub use demo::{
 pub use engine::EngineCompleter;
 pub use error::BenchError;
 pub use evaluate::{Answerer, EvalOptions, Finish, Question, Reply, ReplySink, TaskResult, evaluate};
-pub use kld::{Divergence, KLD_CAP, RowSink, Scorer, divergence, divergences};
+pub use kld::{Divergence, KLD_CAP, RowSink, Scorer, ScorerSet, divergence, divergences, divergences_on_threads};
 pub use local::{Completer, Completion, CompletionSink, LocalAnswerer, ModelText, PromptSource, Prompted};
 pub use panel::{Document, read_documents};
 pub use panel_scorer::PanelScorer;

@@ -88,10 +88,8 @@ pub fn demo(input: &DemoInput<'_>, progress: &mut dyn DemoProgress) -> Result<De
     drop(samples);
 
     let artifact = open(input.artifact)?;
-    clock.stage("evaluate BF16");
-    let bf16 = stages::tasks(&source, &text, input, &mut clock)?;
-    clock.stage("evaluate W4A16");
-    let w4a16 = stages::tasks(&artifact, &text, input, &mut clock)?;
+    clock.stage("evaluate");
+    let [bf16, w4a16] = stages::tasks([&source, &artifact], &text, input, &mut clock)?;
 
     clock.stage("measure divergence");
     let [default, parity] = stages::panel(&source, &artifact, &open(input.parity)?, &text, input, &mut clock)?;

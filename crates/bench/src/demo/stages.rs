@@ -1,6 +1,7 @@
 //! The stages of the demo.
 
 use std::path::Path;
+use std::sync::mpsc;
 
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{DraftCounts, Settings};
@@ -13,7 +14,7 @@ use super::{Clock, DemoAnswer, DemoInput};
 use crate::engine::EngineCompleter;
 use crate::error::BenchError;
 use crate::evaluate::{EvalOptions, Question, TaskResult, evaluate};
-use crate::kld::{Divergence, divergences};
+use crate::kld::{Divergence, Scorer, ScorerSet, divergences_on_threads};
 use crate::local::{LocalAnswerer, ModelText};
 use crate::panel_scorer::PanelScorer;
 use crate::pictures::PictureReader;
@@ -64,19 +65,44 @@ pub(super) struct TasksRun {
     pub(super) drafts: DraftCounts,
 }
 
-pub(super) fn tasks(
-    checkpoint: &Checkpoint,
+/// Runs the tasks on all models at the same time, sharing the threads out among them.
+pub(super) fn tasks<const N: usize>(
+    checkpoints: [&Checkpoint; N],
     text: &ModelText,
     input: &DemoInput<'_>,
     clock: &mut Clock<'_>,
+) -> Result<[TasksRun; N], BenchError> {
+    let input = DemoInput { threads: (input.threads / N).max(1), ..*input };
+    let (sender, received) = mpsc::channel();
+    std::thread::scope(|scope| {
+        let start = |checkpoint| {
+            let sender = sender.clone();
+            scope.spawn(move || tasks_of(checkpoint, text, &input, &mut || sender.send(()).unwrap_or_default()))
+        };
+        let running = checkpoints.map(start);
+        drop(sender);
+        for (done, ()) in received.iter().enumerate() {
+            clock.done((done + 1) as f64 / (N * input.tasks.len()) as f64);
+        }
+        let finished = running.map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        let finished: Vec<TasksRun> = finished.into_iter().collect::<Result<_, _>>()?;
+        Ok(finished.try_into().unwrap_or_else(|_| unreachable!("one result for each checkpoint")))
+    })
+}
+
+fn tasks_of(
+    checkpoint: &Checkpoint,
+    text: &ModelText,
+    input: &DemoInput<'_>,
+    task_done: &mut dyn FnMut(),
 ) -> Result<TasksRun, BenchError> {
     let completer = completer(checkpoint, text, input)?;
     let mut answerer = LocalAnswerer::new(text, completer, PictureReader::load(checkpoint)?);
     let mut results = Vec::new();
-    for (index, (task, thinking_on, thinking_off)) in modes(input).into_iter().enumerate() {
+    for (task, thinking_on, thinking_off) in modes(input) {
         let options = EvalOptions { thinking_on, thinking_off, limit: Some(input.items), ..EvalOptions::default() };
         results.extend(evaluate(&mut answerer, std::slice::from_ref(task), &options, &mut |_, _| {})?);
-        clock.done((index + 1) as f64 / input.tasks.len() as f64);
+        task_done();
     }
     Ok(TasksRun { results, drafts: answerer.completer().drafts().clone() })
 }
@@ -122,10 +148,13 @@ pub(super) fn panel(
 ) -> Result<[Divergence; 2], BenchError> {
     let longest = input.documents.iter().map(|document| document.ids.len()).max().unwrap_or(1);
     let vocabulary = text.format.tokenizer().vocab_size();
-    let load = |checkpoint| PanelScorer::load(Cpu::new(input.threads), checkpoint, vocabulary, longest);
-    let (mut reference, mut default, mut parity) = (load(source)?, load(artifact)?, load(parity)?);
+    let load = |checkpoint| -> Result<Box<dyn Scorer + Send>, BenchError> {
+        Ok(Box::new(PanelScorer::load(Cpu::new(1), checkpoint, vocabulary, longest)?))
+    };
+    let set = || Ok(ScorerSet { reference: load(source)?, models: vec![load(artifact)?, load(parity)?] });
+    let sets = (0..input.threads.max(1)).map(|_| set()).collect::<Result<Vec<_>, BenchError>>()?;
     let mut progress = |done: usize, all: usize| clock.done(done as f64 / all.max(1) as f64);
-    let results = divergences(&mut reference, &mut [&mut default, &mut parity], input.documents, &mut progress)?;
+    let results = divergences_on_threads(sets, input.documents, &mut progress)?;
     results.try_into().map_err(|_| BenchError::model("measuring", "two models, but not two results"))
 }
 
