@@ -174,6 +174,18 @@ fn speculation_and_batches_change_no_greedy_token() {
     }
 }
 
+/// A draft behind the stop token has no right answer; counting it as wrong would make short answers look badly drafted.
+#[test]
+fn drafts_behind_the_end_are_not_counted() {
+    let mut generator = generator(&settings(1, 2));
+    for name in ["short_think", "short_direct", "tool_think"] {
+        let (prompt, _) = golden(name);
+        let output = generator.generate(Request::new(prompt, 64), &mut |_| Flow::Continue).unwrap();
+        assert!(matches!(output.finish, Finish::StopToken(_)));
+        assert_eq!(output.drafts.drafted, output.drafts.accepted, "{name}: every judged draft is right");
+    }
+}
+
 /// The tiny model has random weights: its draft layer is nearly always wrong, it shares selections, and one of its layers
 /// reuses the selection of the layer before.
 #[test]
