@@ -283,9 +283,10 @@ pub(crate) struct EvalArgs {
     /// With or without reasoning
     #[arg(long, value_enum, default_value = "both")]
     pub(crate) thinking: Thinking,
-    /// Measure the KL divergence of --model from this model on the token panel, instead of tasks
-    #[arg(long, value_name = "DIR", num_args = 0..=1, default_missing_value = "")]
-    pub(crate) kld_against: Option<PathBuf>,
+    /// Measure the KL divergence of --model from this model (without DIR: the embedded one) on the token panel, instead
+    /// of tasks
+    #[arg(long, value_name = "DIR", num_args = 0..=1)]
+    pub(crate) kld_against: Option<Option<PathBuf>>,
     /// Documents for the panel (JSONL with input_ids; default: the embedded 200)
     #[arg(long, value_name = "FILE")]
     pub(crate) documents: Option<PathBuf>,

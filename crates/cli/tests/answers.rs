@@ -75,3 +75,16 @@ fn a_conversation_goes_on() {
     let errors = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(errors.contains("/nonsense") && errors.contains("/does/not/exist"), "{errors}");
 }
+
+#[test]
+fn a_model_does_not_diverge_from_itself() {
+    let text = printed(&["eval", "--kld-against", "--limit", "4"]);
+    assert!(text.contains("0.000e0"), "{text}");
+    assert!(text.contains("100.00"), "{text}");
+}
+
+#[test]
+fn a_task_is_evaluated() {
+    let text = printed(&["eval", "--task", "facts", "--limit", "4", "--thinking", "off"]);
+    assert!(text.contains("facts") && text.contains("100.0"), "{text}");
+}

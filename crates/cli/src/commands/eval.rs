@@ -30,7 +30,7 @@ pub(crate) fn run(args: &EvalArgs, threads: usize) -> anyhow::Result<ExitCode> {
     let checkpoint = open::model(args.model.as_deref())?;
     let text = ModelText::read(&checkpoint)?;
     let result = match &args.kld_against {
-        Some(reference) => panel(args, &checkpoint, reference, &text, threads)?,
+        Some(reference) => panel(args, &checkpoint, reference.as_deref(), &text, threads)?,
         None => tasks(args, &checkpoint, &text, threads)?,
     };
     if let Some(path) = &args.json {
@@ -92,11 +92,11 @@ fn tasks(args: &EvalArgs, checkpoint: &Checkpoint, text: &ModelText, threads: us
 fn panel(
     args: &EvalArgs,
     checkpoint: &Checkpoint,
-    reference: &Path,
+    reference: Option<&Path>,
     text: &ModelText,
     threads: usize,
 ) -> anyhow::Result<Value> {
-    let reference = open::model(Some(reference).filter(|path| !path.as_os_str().is_empty()))?;
+    let reference = open::model(reference)?;
     let mut documents = documents(args.documents.as_deref())?;
     documents.truncate(args.limit.unwrap_or(usize::MAX));
     let longest = documents.iter().map(|d| d.ids.len()).max().unwrap_or(1);
