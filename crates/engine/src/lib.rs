@@ -10,6 +10,7 @@
 //! | [`speculate`] | which drafts stand; exact |
 //! | `draft` | the draft layer's schedule |
 //! | [`score`] | log-probabilities of given tokens |
+//! | [`request`] | what a front end asks and gets back: plain data |
 //! | [`random`] | draws keyed by seed, position and purpose |
 //! | [`stats`] | what was done, how fast, how many drafts were right |
 //!
@@ -23,6 +24,7 @@ mod error;
 pub mod generate;
 pub mod pools;
 pub mod random;
+pub mod request;
 pub mod sampling;
 pub mod schedule;
 pub mod score;

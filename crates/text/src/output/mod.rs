@@ -240,6 +240,14 @@ impl<'a> OutputParser<'a> {
         });
     }
 
+    /// Feeds text that is known to hold no marker, for instance the part of a token before a stop string.
+    pub fn push_plain(&mut self, text: &str, events: &mut Vec<Event>) {
+        let mut pending = String::new();
+        self.detokenizer.flush(&mut pending);
+        self.machine.text(&pending, events);
+        self.machine.text(text, events);
+    }
+
     /// Ends the answer: flushes what was held back.
     pub fn finish(mut self, finish: EngineFinish, events: &mut Vec<Event>) {
         let mut text = self.scanner.take_rest();

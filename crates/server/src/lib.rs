@@ -1,0 +1,83 @@
+//! The HTTP front end: OpenAI's and Anthropic's APIs, streams, metrics, flags.
+//!
+//! The life of a request: [`router`] (limits, keys) -> an API's reader (`chat`, `completions`, `messages`, `responses`)
+//! -> [`prepare`] (template, tokens, pictures) -> [`run`] (tickets of the [`engine`]) -> [`answer`] (stop strings, parser)
+//! -> the API's writer -> one frame a batch of tokens. Two invariants hold along it:
+//!
+//! * Whatever ends an exchange drops its tickets, and a dropped ticket frees the engine's resources within one step.
+//! * A streamed answer and a whole one are the same events, joined later or sooner.
+
+#![forbid(unsafe_code)]
+
+pub mod answer;
+pub mod app;
+pub mod chat;
+pub mod completions;
+pub mod engine;
+pub mod error;
+pub mod fields;
+pub mod flags;
+pub mod frames;
+pub mod json;
+pub mod logprobs;
+pub mod messages;
+pub mod metrics;
+pub mod prepare;
+pub mod responses;
+pub mod router;
+pub mod run;
+pub mod sampling;
+pub mod scripted;
+pub mod serve;
+pub mod single;
+pub mod small;
+pub mod stops;
+pub mod usage;
+
+use axum::body::Body;
+use axum::http::{HeaderValue, Response, header};
+
+use error::ApiError;
+
+/// What answers say of their maker.
+pub const FINGERPRINT: &str = concat!("glimmer-", env!("CARGO_PKG_VERSION"));
+
+/// Bodies below are prepared on the connection's own thread: it takes less time than a change of threads is worth.
+const INLINE_BYTES: usize = 32 << 10;
+
+/// Runs work that grows with the body away from the connections' threads, if the body is large.
+///
+/// # Errors
+/// The work's own, and an internal error if it panics.
+pub(crate) async fn off_thread<T: Send + 'static>(
+    body_bytes: usize,
+    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
+) -> Result<T, ApiError> {
+    if body_bytes <= INLINE_BYTES {
+        return work();
+    }
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        Err(error) => {
+            tracing::error!(%error, "preparing a request");
+            Err(ApiError::internal())
+        }
+    }
+}
+
+/// A response of JSON.
+pub(crate) fn json_response(body: Vec<u8>) -> Response<Body> {
+    let mut response = Response::new(Body::from(body));
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
+    response
+}
+
+/// A response of server-sent events that no proxy should hold back.
+pub(crate) fn event_stream(body: Body) -> Response<Body> {
+    let mut response = Response::new(body);
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));
+    headers.insert("x-accel-buffering", HeaderValue::from_static("no"));
+    response
+}

@@ -1,0 +1,273 @@
+//! Reading Anthropic's messages as chat messages.
+//!
+//! Blocks of one message may become several: results of tools come first, each as a message of its own, then the rest of
+//! the user's turn.
+
+use glimmer_text::{Message, parse_messages};
+use serde_json::{Map, Value, json};
+
+use crate::app::App;
+use crate::chat::Job;
+use crate::chat::request::{Choice, Tools, check_model, set_effort};
+use crate::error::{ApiError, shorten};
+use crate::fields::{Fields, Problems};
+use crate::sampling::Common;
+
+/// Least budget of thinking that the API takes.
+const LEAST_BUDGET: i64 = 1024;
+
+/// Reads the body; counting tokens needs no `max_tokens`.
+///
+/// # Errors
+/// Wrong types, all at once; then the first value that cannot be used.
+pub(super) fn read(map: &Map<String, Value>, app: &App, generate: bool) -> Result<Job, ApiError> {
+    let problems = Problems::default();
+    let fields = Fields::new(map, &problems);
+    check_model(&fields, app)?;
+    if generate && fields.value("max_tokens").is_none() {
+        fields.missing("max_tokens");
+    }
+    let messages = conversation(&fields)?;
+    let common = Common::read(&fields, app, &["max_tokens"]);
+    let stops = fields.texts("stop_sequences");
+    problems.check()?;
+    let mut common = common?;
+    common.stop = stops.unwrap_or_default();
+    if common.stop.iter().any(String::is_empty) {
+        return Err(ApiError::parameter("stop_sequences", "stop_sequences must not hold empty texts"));
+    }
+    let mut variables = app.options.template_kwargs.clone();
+    let thinking_budget = thinking(&fields, app, common.max_tokens, &mut variables)?;
+    if let Some(effort) = fields.object("output_config").and_then(|config| config.text("effort")) {
+        set_effort(&mut variables, effort, app);
+    }
+    let (tools, single_call) = tools(&fields, app)?;
+    problems.check()?;
+    Ok(Job {
+        messages,
+        tools: tools.definitions,
+        schemas: tools.schemas,
+        tool_mode: tools.mode,
+        required_tool: tools.required,
+        single_call,
+        variables,
+        add_generation_prompt: true,
+        logprobs: None,
+        thinking_budget,
+        include_reasoning: true,
+        echo: None,
+        common,
+    })
+}
+
+fn thinking(
+    fields: &Fields<'_, '_>,
+    app: &App,
+    max_tokens: Option<u32>,
+    variables: &mut Map<String, Value>,
+) -> Result<Option<u32>, ApiError> {
+    let Some(thinking) = fields.object("thinking") else { return Ok(app.options.thinking_budget) };
+    match thinking.text("type") {
+        Some("enabled") => {
+            let budget = thinking.integer("budget_tokens");
+            if budget.is_none_or(|budget| budget < LEAST_BUDGET) {
+                let message = format!("thinking.budget_tokens must be at least {LEAST_BUDGET}");
+                return Err(ApiError::parameter("thinking.budget_tokens", message));
+            }
+            if budget.zip(max_tokens).is_some_and(|(budget, most)| budget >= i64::from(most)) {
+                let message = "max_tokens must be greater than thinking.budget_tokens";
+                return Err(ApiError::parameter("thinking.budget_tokens", message));
+            }
+            Ok(budget.and_then(|budget| u32::try_from(budget).ok()))
+        }
+        // The model always thinks unless its template has a switch; the least effort is what comes nearest.
+        Some("disabled") => {
+            set_effort(variables, "low", app);
+            variables.insert("enable_thinking".to_owned(), false.into());
+            Ok(app.options.thinking_budget)
+        }
+        Some("adaptive") => Ok(app.options.thinking_budget),
+        other => {
+            let found = shorten(other.unwrap_or("nothing"));
+            let message = format!("thinking.type must be enabled, disabled or adaptive, got {found}");
+            Err(ApiError::parameter("thinking.type", message))
+        }
+    }
+}
+
+fn tools(fields: &Fields<'_, '_>, app: &App) -> Result<(Tools, bool), ApiError> {
+    let choice = fields.object("tool_choice");
+    let single = choice.as_ref().and_then(|choice| choice.flag("disable_parallel_tool_use")).unwrap_or(false);
+    let list = fields.list("tools").unwrap_or_default();
+    if list.is_empty() {
+        return match choice.as_ref().and_then(|choice| choice.text("type")) {
+            None | Some("auto" | "none") => Ok((Tools::none(), single)),
+            Some(_) => Err(ApiError::parameter("tool_choice", "tool_choice needs tools")),
+        };
+    }
+    let mut definitions = Vec::with_capacity(list.len());
+    for (index, tool) in list.iter().enumerate() {
+        let path = format!("tools[{index}]");
+        if let Some(kind) = tool["type"].as_str().filter(|kind| *kind != "custom") {
+            let message = format!("{path}: tools of type {:?} run at Anthropic, not here", shorten(kind));
+            return Err(ApiError::parameter(&path, message));
+        }
+        let Some(name) = tool["name"].as_str().filter(|name| !name.is_empty()) else {
+            fields.problems().add(format!("{path}.name"), "expected the name of a tool");
+            continue;
+        };
+        let mut function = Map::new();
+        function.insert("name".to_owned(), name.into());
+        if let Some(description) = tool["description"].as_str() {
+            function.insert("description".to_owned(), description.into());
+        }
+        let schema = &tool["input_schema"];
+        if !schema.is_object() {
+            fields.problems().add(format!("{path}.input_schema"), "expected a JSON schema object");
+        }
+        function.insert("parameters".to_owned(), schema.clone());
+        definitions.push(json!({"type": "function", "function": function}));
+    }
+    fields.problems().check()?;
+    let choice = match choice {
+        None => Choice::Auto,
+        Some(choice) => match choice.text("type") {
+            Some("auto") => Choice::Auto,
+            Some("any") => Choice::Required,
+            Some("none") => Choice::None,
+            Some("tool") => Choice::Named(choice.text("name").unwrap_or_default().to_owned()),
+            other => {
+                let found = shorten(other.unwrap_or("nothing"));
+                let message = format!("tool_choice.type must be auto, any, tool or none, got {found}");
+                return Err(ApiError::parameter("tool_choice.type", message));
+            }
+        },
+    };
+    Ok((Tools::new(definitions, &choice, app)?, single))
+}
+
+fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
+    let mut messages = Vec::new();
+    match fields.value("system") {
+        None => {}
+        Some(Value::String(text)) => messages.push(json!({"role": "system", "content": text})),
+        Some(Value::Array(blocks)) => {
+            let texts: Vec<&str> = blocks.iter().filter_map(|block| block["text"].as_str()).collect();
+            messages.push(json!({"role": "system", "content": texts.join("\n")}));
+        }
+        Some(other) => fields.wrong("system", "text or a list of text blocks", other),
+    }
+    let list = fields.list("messages").unwrap_or_default();
+    if list.is_empty() {
+        fields.problems().add("messages", "expected at least one message");
+    }
+    for (index, message) in list.iter().enumerate() {
+        let path = format!("messages[{index}]");
+        match message["role"].as_str() {
+            Some("user") => user(&message["content"], &path, fields.problems(), &mut messages),
+            Some("assistant") => assistant(&message["content"], &path, fields.problems(), &mut messages),
+            Some("system") => messages.push(json!({"role": "system", "content": message["content"]})),
+            _ => fields.problems().add(format!("{path}.role"), "expected user or assistant"),
+        }
+    }
+    fields.problems().check()?;
+    Ok(parse_messages(&Value::Array(messages))?)
+}
+
+fn blocks<'v>(content: &'v Value, path: &str, problems: &Problems) -> &'v [Value] {
+    content.as_array().map_or_else(
+        || {
+            problems.add(format!("{path}.content"), "expected text or a list of blocks");
+            Default::default()
+        },
+        Vec::as_slice,
+    )
+}
+
+fn user(content: &Value, path: &str, problems: &Problems, messages: &mut Vec<Value>) {
+    if content.is_string() {
+        messages.push(json!({"role": "user", "content": content}));
+        return;
+    }
+    let mut parts = Vec::new();
+    for (index, block) in blocks(content, path, problems).iter().enumerate() {
+        let path = format!("{path}.content[{index}]");
+        if block["type"] == "tool_result" {
+            let inner = match &block["content"] {
+                Value::Array(list) => {
+                    let parts = list.iter().enumerate();
+                    let parts = parts.filter_map(|(at, part)| plain_part(part, &format!("{path}.content[{at}]"), problems));
+                    Value::Array(parts.collect())
+                }
+                Value::Null => "".into(),
+                other => other.clone(),
+            };
+            messages.push(json!({"role": "tool", "tool_call_id": block["tool_use_id"], "content": inner}));
+        } else if let Some(part) = plain_part(block, &path, problems) {
+            parts.push(part);
+        }
+    }
+    if !parts.is_empty() {
+        messages.push(json!({"role": "user", "content": parts}));
+    }
+}
+
+/// Text and images.
+fn plain_part(block: &Value, path: &str, problems: &Problems) -> Option<Value> {
+    match block["type"].as_str() {
+        Some("text") if block["text"].is_string() => Some(json!({"type": "text", "text": block["text"]})),
+        Some("image") => {
+            let source = &block["source"];
+            let url = match (source["type"].as_str(), source["media_type"].as_str(), source["data"].as_str()) {
+                (Some("base64"), Some(media_type), Some(data)) => format!("data:{media_type};base64,{data}"),
+                _ => match source["url"].as_str() {
+                    Some(url) => url.to_owned(),
+                    None => {
+                        problems.add(format!("{path}.source"), "expected base64 data with a media_type, or a url");
+                        return None;
+                    }
+                },
+            };
+            Some(json!({"type": "image_url", "image_url": {"url": url}}))
+        }
+        other => {
+            let found = shorten(other.unwrap_or("nothing"));
+            problems.add(format!("{path}.type"), format!("expected text, image or tool_result, found {found}"));
+            None
+        }
+    }
+}
+
+fn assistant(content: &Value, path: &str, problems: &Problems, messages: &mut Vec<Value>) {
+    if content.is_string() {
+        messages.push(json!({"role": "assistant", "content": content}));
+        return;
+    }
+    let (mut text, mut reasoning, mut calls) = (String::new(), None::<String>, Vec::new());
+    for (index, block) in blocks(content, path, problems).iter().enumerate() {
+        let path = format!("{path}.content[{index}]");
+        match block["type"].as_str() {
+            Some("text") => text.push_str(block["text"].as_str().unwrap_or_default()),
+            Some("thinking") => {
+                reasoning.get_or_insert_default().push_str(block["thinking"].as_str().unwrap_or_default());
+            }
+            Some("redacted_thinking") => {}
+            Some("tool_use") => calls.push(json!({
+                "id": block["id"], "type": "function",
+                "function": {"name": block["name"], "arguments": block["input"]},
+            })),
+            other => {
+                let found = shorten(other.unwrap_or("nothing"));
+                problems.add(format!("{path}.type"), format!("expected text, thinking or tool_use, found {found}"));
+            }
+        }
+    }
+    let mut message = json!({"role": "assistant", "content": text});
+    if let Some(reasoning) = reasoning {
+        message["reasoning_content"] = reasoning.into();
+    }
+    if !calls.is_empty() {
+        message["tool_calls"] = Value::Array(calls);
+    }
+    messages.push(message);
+}

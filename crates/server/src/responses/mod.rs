@@ -1,0 +1,45 @@
+//! `/v1/responses`: the part of OpenAI's responses API that needs no memory between requests.
+//!
+//! Nothing is stored, so a `previous_response_id` is never found, nor is a response that somebody asks for later.
+
+mod request;
+mod stream;
+mod whole;
+
+use std::sync::Arc;
+
+use axum::body::Body;
+use axum::http::Response;
+use bytes::Bytes;
+
+use crate::app::App;
+use crate::error::{ApiError, shorten};
+use crate::fields::parse_object;
+
+/// Serves one request.
+///
+/// # Errors
+/// Everything that is known before the first token.
+pub async fn serve(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiError> {
+    let reader = Arc::clone(&app);
+    let prepared = crate::off_thread(body.len(), move || {
+        let map = parse_object(&body)?;
+        let job = request::read(&map, &reader)?;
+        let echo = whole::Echo::new(&map, &job);
+        Ok((job.prepare(&reader, "resp_")?, echo))
+    });
+    let (ready, echo) = prepared.await?;
+    let submitted = ready.submit(&app)?;
+    if submitted.plan.stream {
+        let wire = stream::Writer::new(Arc::clone(&app), &submitted.plan, echo);
+        crate::single::respond(app, submitted, wire).await
+    } else {
+        whole::respond(&app, submitted, &echo).await
+    }
+}
+
+/// `GET /v1/responses/{id}` and its `cancel`: nothing is stored.
+#[must_use]
+pub fn stored(id: &str) -> ApiError {
+    ApiError::not_found("response_id", format!("Response with id '{}' not found: responses are not stored", shorten(id)))
+}

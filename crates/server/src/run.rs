@@ -1,0 +1,163 @@
+//! A request on its way through the engine, whatever API it came by.
+//!
+//! [`Run`] owns the tickets of all answers, so dropping it (a closed connection, an error, a panic) aborts them within one
+//! step; it also feeds the metrics. Invariant: every answer that was submitted is recorded exactly once.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use glimmer_engine::request::{Request, TokenEvent};
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use crate::answer::AnswerState;
+use crate::app::{App, InFlight};
+use crate::engine::{EventSender, Refusal, Ticket};
+use crate::error::ApiError;
+use crate::metrics::Meter;
+
+/// Events are taken from the channel in batches of this size.
+const BATCH: usize = 256;
+
+/// A submitted request.
+#[derive(Debug)]
+pub struct Run {
+    app: Arc<App>,
+    events: UnboundedReceiver<(usize, TokenEvent)>,
+    answers: Vec<Following>,
+    open: usize,
+    cached_tokens: u32,
+    _in_flight: InFlight,
+}
+
+/// What is kept of one answer.
+#[derive(Debug)]
+struct Following {
+    ticket: Option<Ticket>,
+    meter: Meter,
+}
+
+impl Run {
+    /// Submits all answers of a request. If one is refused, those before it are aborted.
+    ///
+    /// # Errors
+    /// The engine's refusal.
+    pub fn start(app: &Arc<App>, requests: Vec<Request>) -> Result<Self, ApiError> {
+        let in_flight = app.enter();
+        let (sender, events) = unbounded_channel();
+        let n = requests.len();
+        if let Some(first) = requests.first() {
+            app.metrics.submitted(n, first.limits.max_tokens);
+        }
+        let mut tickets = Vec::with_capacity(n);
+        let mut meters = Vec::with_capacity(n);
+        for (index, request) in requests.into_iter().enumerate() {
+            meters.push(Meter::new(request.prompt.len(), index == 0));
+            match app.engine.submit(request, EventSender::new(index, sender.clone())) {
+                Ok(ticket) => tickets.push(ticket),
+                Err(refusal) => {
+                    if matches!(refusal, Refusal::Overloaded { .. }) {
+                        app.metrics.rejected();
+                    }
+                    return Err(refusal.into());
+                }
+            }
+        }
+        let following = tickets.into_iter().zip(meters);
+        let answers = following.map(|(ticket, meter)| Following { ticket: Some(ticket), meter }).collect();
+        Ok(Self { app: Arc::clone(app), events, answers, open: n, cached_tokens: 0, _in_flight: in_flight })
+    }
+
+    /// Answers that have not ended.
+    #[must_use]
+    pub fn open(&self) -> usize {
+        self.open
+    }
+
+    /// Prompt tokens that came from the cache.
+    #[must_use]
+    pub fn cached_tokens(&self) -> u32 {
+        self.cached_tokens
+    }
+
+    /// Waits for events and takes all that are ready.
+    ///
+    /// # Errors
+    /// When the engine ends without ending the request.
+    pub async fn wait(&mut self, batch: &mut Vec<(usize, TokenEvent)>) -> Result<(), ApiError> {
+        batch.clear();
+        match self.events.recv_many(batch, BATCH).await {
+            0 => Err(ApiError::engine_dead(true)),
+            _ => Ok(()),
+        }
+    }
+
+    /// As [`Run::wait`], for at most `patience`; false if nothing came.
+    ///
+    /// # Errors
+    /// As [`Run::wait`].
+    pub async fn wait_for(
+        &mut self,
+        patience: Option<Duration>,
+        batch: &mut Vec<(usize, TokenEvent)>,
+    ) -> Result<bool, ApiError> {
+        // Most of the time something is there already, and then no timer is set.
+        batch.clear();
+        while batch.len() < BATCH {
+            match self.events.try_recv() {
+                Ok(event) => batch.push(event),
+                Err(_) => break,
+            }
+        }
+        if !batch.is_empty() {
+            return Ok(true);
+        }
+        let Some(patience) = patience else { return self.wait(batch).await.map(|()| true) };
+        match tokio::time::timeout(patience, self.wait(batch)).await {
+            Ok(waited) => waited.map(|()| true),
+            Err(_) => Ok(false),
+        }
+    }
+
+    /// Feeds an event to its answer; returns how many of its tokens count. An answer that has ended gets no more.
+    ///
+    /// # Errors
+    /// When the engine failed the answer.
+    pub fn feed(
+        &mut self,
+        choice: usize,
+        event: &TokenEvent,
+        state: &mut AnswerState<'_>,
+        out: &mut Vec<glimmer_text::Event>,
+    ) -> Result<usize, ApiError> {
+        if state.ending.is_some() {
+            return Ok(0);
+        }
+        let following = &mut self.answers[choice];
+        let counted = state.feed(event, out);
+        let tokens = counted.as_ref().copied().unwrap_or(0);
+        following.meter.step(&self.app.metrics, tokens);
+        if let Some(finish) = &event.finish {
+            self.cached_tokens = self.cached_tokens.max(finish.cost.cached_tokens);
+            following.meter.finished(&finish.reason, finish.cost);
+        } else if state.ending.is_some() {
+            following.meter.stopped();
+        }
+        if state.ending.is_some() || counted.is_err() {
+            // Frees the engine's resources if a stop string ended the answer; else it is a formality.
+            following.ticket = None;
+            self.open -= 1;
+        }
+        if self.open == 0 {
+            self.app.metrics.longest(state.tokens);
+        }
+        counted
+    }
+}
+
+impl Drop for Run {
+    fn drop(&mut self) {
+        for following in &self.answers {
+            following.meter.record(&self.app.metrics);
+        }
+    }
+}

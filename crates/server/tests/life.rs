@@ -1,0 +1,191 @@
+//! Real sockets: closed connections, the end of service, slow engines.
+
+mod support;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use glimmer_server::app::Options;
+use glimmer_server::engine::Status;
+use glimmer_server::scripted::{End, Script};
+use glimmer_server::serve::{ServeError, bind, serve};
+use serde_json::{Value, json};
+use support::{Server, options, script, tokens, user};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::sync::oneshot;
+
+/// A server on a port of its own, and how to stop it.
+struct Listening {
+    server: Server,
+    port: u16,
+    stop: Option<oneshot::Sender<()>>,
+    task: tokio::task::JoinHandle<Result<(), ServeError>>,
+}
+
+impl Listening {
+    fn start(server: Server) -> Self {
+        let listener = bind(Some("127.0.0.1"), 0).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let (stop, stopped) = oneshot::channel::<()>();
+        let stopped = async {
+            let _ended = stopped.await;
+        };
+        let task = tokio::spawn(serve(Arc::clone(&server.app), listener, stopped));
+        Self { server, port, stop: Some(stop), task }
+    }
+
+    async fn send(&self, path: &str, body: &Value) -> TcpStream {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).await.unwrap();
+        let body = body.to_string();
+        let head = format!(
+            "POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n",
+            body.len()
+        );
+        stream.write_all(head.as_bytes()).await.unwrap();
+        stream.write_all(body.as_bytes()).await.unwrap();
+        stream
+    }
+
+    async fn get(&self, path: &str) -> String {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).await.unwrap();
+        let head = format!("GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n");
+        stream.write_all(head.as_bytes()).await.unwrap();
+        let mut text = String::new();
+        stream.read_to_string(&mut text).await.unwrap();
+        text
+    }
+
+    fn stop(&mut self) {
+        self.stop.take().unwrap().send(()).unwrap();
+    }
+}
+
+/// Reads until the text has been seen.
+async fn until(stream: &mut TcpStream, needle: &str) -> String {
+    let mut text = String::new();
+    let mut buffer = [0; 4096];
+    while !text.contains(needle) {
+        let count = stream.read(&mut buffer).await.unwrap();
+        assert!(count > 0, "closed before {needle:?}: {text}");
+        text.push_str(&String::from_utf8_lossy(&buffer[..count]));
+    }
+    text
+}
+
+fn endless() -> Script {
+    let steps = std::iter::repeat_n(vec![tokens("x")[0]], 100_000).collect();
+    Script { steps, pace: Duration::from_millis(2), ..script("") }
+}
+
+#[tokio::test]
+async fn a_closed_connection_aborts_a_stream() {
+    for (path, body) in [
+        ("/v1/chat/completions", json!({"messages": user("x"), "stream": true, "n": 3})),
+        ("/v1/completions", json!({"prompt": "x", "max_tokens": 8000, "stream": true})),
+        ("/v1/messages", json!({"messages": user("x"), "max_tokens": 8000, "stream": true})),
+        ("/v1/responses", json!({"input": "x", "stream": true})),
+    ] {
+        let listening = Listening::start(Server::new(options(), |_| Ok(endless())));
+        let mut stream = listening.send(path, &body).await;
+        until(&mut stream, "data: ").await;
+        assert!(listening.server.engine.running() > 0);
+        drop(stream);
+        listening.server.engine.idle().await;
+        assert_eq!(listening.server.engine.aborted(), if path.contains("chat") { 3 } else { 1 });
+        listening.server.app.idle().await;
+        let metrics = listening.get("/metrics").await;
+        assert!(metrics.contains("finished_reason=\"abort\""), "{metrics}");
+    }
+}
+
+#[tokio::test]
+async fn a_closed_connection_aborts_a_request_without_a_stream() {
+    for script in [endless(), Script { first: Duration::from_secs(3600), ..script("a") }] {
+        let listening = Listening::start(Server::new(options(), move |_| Ok(script.clone())));
+        let stream = listening.send("/v1/chat/completions", &json!({"messages": user("x")})).await;
+        while listening.server.engine.running() == 0 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        drop(stream);
+        listening.server.engine.idle().await;
+        assert_eq!(listening.server.engine.aborted(), 1);
+        listening.server.app.idle().await;
+    }
+}
+
+#[tokio::test]
+async fn draining_finishes_what_runs_and_refuses_the_rest() {
+    let mut script = script("a</think>b c d e f");
+    script.pace = Duration::from_millis(60);
+    let mut listening = Listening::start(Server::new(options(), move |_| Ok(script.clone())));
+    let mut stream = listening.send("/v1/chat/completions", &json!({"messages": user("x"), "stream": true})).await;
+    until(&mut stream, "data: ").await;
+    listening.stop();
+    while !listening.server.app.is_draining() {
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    assert!(listening.get("/health").await.starts_with("HTTP/1.1 503"));
+    let mut refused = listening.send("/v1/chat/completions", &json!({"messages": user("x")})).await;
+    let head = until(&mut refused, "shutting down").await;
+    assert!(head.starts_with("HTTP/1.1 503") && head.contains("retry-after: 1") && head.contains("connection: close"), "{head}");
+    let rest = until(&mut stream, "[DONE]").await;
+    assert!(rest.contains("\"finish_reason\":\"stop\""));
+    listening.task.await.unwrap().unwrap();
+    assert_eq!(listening.server.engine.aborted(), 0);
+    assert!(TcpStream::connect(("127.0.0.1", listening.port)).await.is_err(), "the listener is closed");
+}
+
+#[tokio::test]
+async fn draining_gives_up_after_its_time() {
+    let options = Options { shutdown_timeout: Duration::from_millis(50), ..options() };
+    let mut listening = Listening::start(Server::new(options, |_| Ok(Script { end: End::Hang, ..endless() })));
+    let mut stream = listening.send("/v1/chat/completions", &json!({"messages": user("x"), "stream": true})).await;
+    until(&mut stream, "data: ").await;
+    listening.stop();
+    listening.task.await.unwrap().unwrap();
+    drop(stream);
+    listening.server.engine.idle().await;
+}
+
+#[tokio::test]
+async fn a_dead_engine_ends_the_server() {
+    let listening = Listening::start(Server::new(options(), |_| Ok(script("a"))));
+    assert!(listening.get("/health").await.starts_with("HTTP/1.1 200"));
+    listening.server.engine.set_status(Status { dead: Some("lost".to_owned()), ..Status::default() });
+    let error = listening.task.await.unwrap().unwrap_err();
+    assert!(matches!(&error, ServeError::EngineDead(reason) if reason == "lost"), "{error}");
+}
+
+#[tokio::test]
+async fn silent_streams_are_kept_alive() {
+    let mut script = script("a</think>bcd");
+    script.pace = Duration::from_millis(100);
+    let options = Options { keep_alive: Some(Duration::from_millis(20)), ..options() };
+    let listening = Listening::start(Server::new(options, move |_| Ok(script.clone())));
+    let mut stream = listening.send("/v1/chat/completions", &json!({"messages": user("x"), "stream": true})).await;
+    let text = until(&mut stream, "[DONE]").await;
+    assert!(text.matches(": keep-alive\n\n").count() >= 3, "{text}");
+    let mut stream = listening.send("/v1/messages", &json!({"messages": user("x"), "max_tokens": 9, "stream": true})).await;
+    let text = until(&mut stream, "message_stop").await;
+    assert!(text.matches("event: ping").count() >= 3, "{text}");
+}
+
+#[tokio::test]
+async fn many_streams_at_once_all_end() {
+    let listening = Listening::start(Server::new(options(), |_| {
+        let mut script = script("a</think>b c");
+        script.pace = Duration::from_millis(1);
+        Ok(script)
+    }));
+    let body = json!({"messages": user("x"), "stream": true});
+    let mut streams = Vec::new();
+    for _ in 0..200 {
+        streams.push(listening.send("/v1/chat/completions", &body).await);
+    }
+    for mut stream in streams {
+        until(&mut stream, "[DONE]").await;
+    }
+    listening.server.app.idle().await;
+    assert_eq!((listening.server.engine.running(), listening.server.engine.aborted()), (0, 0));
+}

@@ -1,0 +1,155 @@
+//! Published commands, and the rules between flags.
+
+use std::path::Path;
+
+use glimmer_server::flags::config::MaxModelLen;
+use glimmer_server::flags::speculative::Method;
+use glimmer_server::flags::{Device, FlagError, ModelShape, ServeConfig, Settings};
+use serde_json::Value;
+
+fn recipe(name: &str) -> Vec<String> {
+    let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/recipes"));
+    let text = std::fs::read_to_string(dir.join(name)).unwrap();
+    text.lines().map(str::to_owned).collect()
+}
+
+fn parse(arguments: &[String]) -> Result<(ServeConfig, Settings), FlagError> {
+    let settings = Settings::parse(arguments, &|_| None, &|path| std::fs::read_to_string(path))?;
+    Ok((ServeConfig::new(&settings)?, settings))
+}
+
+fn words(text: &str) -> Vec<String> {
+    text.split_whitespace().map(str::to_owned).collect()
+}
+
+/// The released model.
+fn released() -> ModelShape {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/glm-5.3-flash/config.json");
+    let config: Value = serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap();
+    let number = |key: &str| config["text_config"][key].as_u64().unwrap();
+    ModelShape {
+        attention_heads: number("num_attention_heads") as u32,
+        routed_experts: number("n_routed_experts") as u32,
+        max_positions: number("max_position_embeddings") as usize,
+    }
+}
+
+#[test]
+fn every_recipe_parses_and_resolves() {
+    let dir = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/recipes"));
+    let mut count = 0;
+    for entry in std::fs::read_dir(dir).unwrap() {
+        let name = entry.unwrap().file_name().into_string().unwrap();
+        if !name.ends_with(".args") {
+            continue;
+        }
+        count += 1;
+        let (mut config, mut settings) = parse(&recipe(&name)).unwrap_or_else(|error| panic!("{name}: {error}"));
+        assert!(config.model.is_some() && config.options.reasoning && config.options.tools && config.options.auto_tool_choice);
+        let gpu = Device::Cuda { memory_gib: 140.0, count: 8 };
+        for device in [Device::Cpu, gpu] {
+            config.resolve(&mut settings, &released(), device).unwrap_or_else(|error| panic!("{name}: {error}"));
+        }
+        let notes = config.notes(&settings, Device::Cpu);
+        assert!(notes.iter().any(|note| note.contains("--trust-remote-code is accepted")), "{name}: {notes:?}");
+    }
+    assert_eq!(count, 9);
+}
+
+#[test]
+fn recipes_mean_what_they_say() {
+    let (config, settings) = parse(&recipe("h200-tp2-1m.args")).unwrap();
+    assert_eq!(config.model.as_deref(), Some("/models/glm53-flash-w4a16-mtp"));
+    assert_eq!(config.served_names, ["glm53-w4"]);
+    assert_eq!((config.tensor_parallel, config.expert_parallel, config.prefix_caching), (2, true, false));
+    assert_eq!(config.max_model_len, Some(MaxModelLen::Tokens(1_048_576)));
+    assert_eq!((config.max_num_seqs, config.max_num_batched_tokens, config.graph_tokens), (Some(16), Some(4096), Some(64)));
+    assert!((config.memory_share - 0.95).abs() < 1e-9);
+    let drafts = config.speculative.clone().unwrap();
+    assert_eq!((drafts.method, drafts.depth), (Method::Mtp, 2));
+    let notes = config.notes(&settings, Device::Cpu);
+    assert!(notes.contains(&"--max-cudagraph-capture-size has no effect on the CPU".to_owned()), "{notes:?}");
+
+    let (config, settings) = parse(&recipe("spark-2node-rank0.args")).unwrap();
+    assert_eq!((config.nodes, config.node_rank, config.master), (2, 0, ("127.0.0.1".to_owned(), 29_521)));
+    assert_eq!((config.cache_bytes, config.cache_dtype.as_str(), config.page_tokens), (Some(9_663_676_416), "fp8_e4m3", Some(2304)));
+    assert_eq!(config.graph_sizes, Some(vec![1, 2, 4, 8, 16, 24, 32]));
+    assert_eq!(config.options.template_kwargs["enable_thinking"], true);
+    let drafts = config.speculative.unwrap();
+    assert_eq!((drafts.method, drafts.depth, drafts.model.as_deref()), (Method::DFlash, 7, Some("/models/dflash2-draft")));
+    assert_eq!(settings.get("kv-cache-memory-bytes").unwrap().origin.to_string(), "command line");
+
+    let (config, _) = parse(&recipe("spark-2node-rank1.args")).unwrap();
+    assert_eq!((config.headless, config.graph_mode.as_str(), config.node_rank), (true, "NONE", 1));
+}
+
+#[test]
+fn flags_that_do_not_go_together() {
+    for (flags, needle) in [
+        ("--enable-auto-tool-choice", "error: --enable-auto-tool-choice requires --tool-call-parser"),
+        ("--enable-auto-tool-choice --tool-call-parser none", "requires --tool-call-parser"),
+        ("--data-parallel-size 2", "start one server for each replica"),
+        ("--distributed-executor-backend ray", "ray is not supported"),
+        ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported"),
+        ("--nnodes 2 --node-rank 2 -tp 2", "--node-rank 2 must be below --nnodes 2"),
+        ("--nnodes 2 -tp 3", "must be a multiple of --nnodes 2"),
+        ("--headless --api-server-count 1", "excludes --api-server-count"),
+        ("--enable-log-outputs", "requires --enable-log-requests"),
+        ("--max-num-seqs 10 --max-num-batched-tokens 9", "--max-num-batched-tokens 9 must not be below --max-num-seqs 10"),
+        ("--ssl-keyfile k", "without the feature tls"),
+        ("--ssl-certfile c", "without the feature tls"),
+        ("--allowed-media-domains [\"a.example\"]", "without the feature tls"),
+        ("--attention-backend TRITON", "--attention-backend TRITON is unknown"),
+        ("--max-cudagraph-capture-size 8 --compilation-config {\"cudagraph_capture_sizes\":[1,4]}", "disagrees with the largest"),
+        ("--compilation-config {\"cudagraph_mode\":\"HALF\"}", "must be one of NONE, PIECEWISE"),
+        ("--compilation-config {\"cudagraph_capture_sizes\":[]}", "must be positive numbers"),
+        ("--speculative-config {\"method\":\"mtp\"}", "num_speculative_tokens is missing"),
+        ("--limit-mm-per-prompt {\"audio\":1}", "unknown key \"audio\""),
+        ("--limit-mm-per-prompt {\"image\":\"x\"}", "image must be a whole number"),
+    ] {
+        let error = parse(&words(flags)).err().unwrap_or_else(|| panic!("{flags} passes"));
+        let text = error.to_string();
+        assert!(text.contains(needle) && text.starts_with("error: ") && !text.contains('\n'), "{text}");
+        assert_eq!(error.exit_code(), 1);
+    }
+}
+
+#[test]
+fn flags_that_do_not_fit_the_model_or_the_device() {
+    let gpu = Device::Cuda { memory_gib: 80.0, count: 4 };
+    for (flags, device, needle) in [
+        ("-tp 3", Device::Cpu, "must divide the model's 64 attention heads"),
+        ("-tp 64 -ep", Device::Cpu, "must divide the model's"),
+        ("-tp 8", gpu, "needs as many GPUs, and 4 are visible"),
+        ("--max-model-len 2M", Device::Cpu, "is above the model's 1048576 tokens"),
+        ("--max-num-batched-tokens 10 --max-num-seqs 10", Device::Cpu, ""),
+        ("--max-num-seqs 100000", gpu, ""),
+    ] {
+        let (mut config, mut settings) = parse(&words(flags)).unwrap();
+        match config.resolve(&mut settings, &released(), device) {
+            Ok(()) => assert!(needle.is_empty(), "{flags} passes"),
+            Err(error) => assert!(!needle.is_empty() && error.to_string().contains(needle), "{error}"),
+        }
+    }
+}
+
+#[test]
+fn defaults_follow_the_device_and_are_shown_with_their_origin() {
+    for (device, seqs, tokens, origin) in [
+        (Device::Cpu, 256, 4096, "default on the CPU"),
+        (Device::Cuda { memory_gib: 24.0, count: 2 }, 256, 2048, "default on this GPU"),
+        (Device::Cuda { memory_gib: 80.0, count: 2 }, 1024, 8192, "default on this GPU"),
+        (Device::Cuda { memory_gib: 180.0, count: 2 }, 1024, 16_384, "default on this GPU"),
+    ] {
+        let (mut config, mut settings) = parse(&words("-tp 2 --api-key secret")).unwrap();
+        config.resolve(&mut settings, &released(), device).unwrap();
+        assert_eq!((config.max_num_seqs, config.max_num_batched_tokens), (Some(seqs), Some(tokens)));
+        let shown = settings.describe();
+        let line = |name: &str| shown.lines().find(|line| line.starts_with(&format!("{name} "))).unwrap().to_owned();
+        assert!(line("--max-num-seqs").ends_with(&format!("{seqs}  ({origin})")), "{shown}");
+        assert!(line("--tensor-parallel-size").ends_with("2  (command line)"));
+        assert!(line("--gpu-memory-utilization").ends_with("0.92  (default)"));
+        assert!(line("--max-model-len").ends_with("1048576  (the model's length)"));
+        assert!(!shown.contains("secret"));
+    }
+}
