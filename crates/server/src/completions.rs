@@ -54,7 +54,7 @@ struct Plan {
 /// Everything that is known before the first token.
 pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Result<Response<Body>, ApiError> {
     let reader = Arc::clone(&app);
-    let read = crate::off_thread(body.len(), move || read(&parse_object(&body)?, &reader, request_id));
+    let read = crate::off_thread(body.len(), move || read(&parse_object(&body)?, &reader, request_id.as_deref()));
     let (plan, requests) = read.await?;
     let mut run = Run::start(&app, requests)?;
     if !plan.stream {
@@ -67,11 +67,7 @@ pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Re
     Ok(crate::event_stream(body.boxed()))
 }
 
-fn read(
-    map: &Map<String, Value>,
-    app: &App,
-    request_id: Option<String>,
-) -> Result<(Plan, Vec<Request>), ApiError> {
+fn read(map: &Map<String, Value>, app: &App, request_id: Option<&str>) -> Result<(Plan, Vec<Request>), ApiError> {
     let problems = Problems::default();
     let fields = Fields::new(map, &problems);
     check_model(&fields, app)?;
@@ -92,7 +88,7 @@ fn read(
         }
     }
     let fresh = app.fresh_id();
-    let id = format!("cmpl-{}", request_id.as_deref().or(common.request_id.as_deref()).unwrap_or(&fresh));
+    let id = format!("cmpl-{}", request_id.or(common.request_id.as_deref()).unwrap_or(&fresh));
     let prompts: Vec<Arc<[u32]>> = prompts.into_iter().map(Into::into).collect();
     let mut requests = Vec::with_capacity(prompts.len() * common.n);
     for (index, prompt) in prompts.iter().enumerate() {

@@ -5,9 +5,10 @@
 //! a stop string, a failed write) frees the engine's resources without a special case.
 
 use std::fmt;
+use std::sync::Arc;
 
 use glimmer_engine::request::{Request, TokenEvent};
-use glimmer_text::{ChatFormat, ToolSchemas};
+use glimmer_text::ChatFormat;
 use tokio::sync::mpsc::UnboundedSender;
 
 /// An engine as the front end sees it.
@@ -165,7 +166,7 @@ impl Counters {
 #[derive(Debug)]
 pub struct Model {
     /// Tokenizer and chat template.
-    pub format: ChatFormat,
+    pub format: Arc<ChatFormat>,
     /// Names under which clients may ask for it; the first is echoed. Never empty.
     pub served_names: Vec<String>,
     /// Where it was loaded from.
@@ -180,8 +181,6 @@ pub struct Model {
     pub processors: Option<glimmer_model::vision::Processors>,
     /// Whether the engine can constrain the shape of answers.
     pub structured_outputs: bool,
-    /// Tools of a request without any.
-    pub no_tools: ToolSchemas,
 }
 
 /// Sampling parameters where a request does not give them.
@@ -226,7 +225,6 @@ impl GenerationDefaults {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
 
     use serde_json::json;

@@ -42,7 +42,6 @@ impl Produced {
     }
 
     /// As the body of a response.
-    #[must_use]
     pub fn boxed(self) -> axum::body::Body {
         axum::body::Body::new(self)
     }

@@ -22,6 +22,7 @@ pub mod json;
 pub mod logprobs;
 pub mod messages;
 pub mod metrics;
+pub mod open;
 pub mod prepare;
 pub mod responses;
 pub mod router;

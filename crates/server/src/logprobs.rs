@@ -55,7 +55,8 @@ impl TokenNames<'_> {
                 json.raw("null");
                 return;
             };
-            let own = (!found.top.iter().any(|&(id, _)| id == found.id)).then_some((found.id, found.logprob, found.rank));
+            let own =
+                (!found.top.iter().any(|&(id, _)| id == found.id)).then_some((found.id, found.logprob, found.rank));
             let top = found.top.iter().zip(1..).map(|(&(id, logprob), rank)| (id, logprob, rank));
             json.raw("{");
             for (index, (id, logprob, rank)) in own.into_iter().chain(top).enumerate() {

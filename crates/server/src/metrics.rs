@@ -74,15 +74,14 @@ struct EngineCounters {
 }
 
 const TTFT: [f64; 22] = [
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-    640.0, 2560.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
 ];
-const ITL: [f64; 19] = [
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-];
+const ITL: [f64; 19] =
+    [0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0];
 const LATENCY: [f64; 21] = [
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
-    7680.0,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
 ];
 const FEW: [f64; 6] = [0.0, 1.0, 2.0, 5.0, 10.0, 20.0];
 const ANSWERS: [f64; 5] = [1.0, 2.0, 5.0, 10.0, 20.0];
@@ -148,7 +147,11 @@ impl Metrics {
             ],
             latency: add.histogram("e2e_request_latency_seconds", "Seconds of a request", &LATENCY),
             queue: add.histogram("request_queue_time_seconds", "Seconds in the queue", &LATENCY),
-            prefill: add.histogram("request_prefill_time_seconds", "Seconds from the queue to the first token", &LATENCY),
+            prefill: add.histogram(
+                "request_prefill_time_seconds",
+                "Seconds from the queue to the first token",
+                &LATENCY,
+            ),
             decode: add.histogram("request_decode_time_seconds", "Seconds from the first to the last token", &LATENCY),
             inference: add.histogram("request_inference_time_seconds", "Seconds outside the queue", &LATENCY),
             request_prompt_tokens: add.histogram("request_prompt_tokens", "Tokens of a prompt", &tokens),
@@ -381,8 +384,10 @@ mod tests {
         metrics.submitted(1, 16);
         metrics.rejected();
         metrics.longest(3);
-        let status = Status { running: 3, waiting_capacity: 1, waiting_deferred: 1, kv_usage: 0.25, ..Status::default() };
-        let mut counters = Counters { drafts: 5, draft_tokens: 10, accepted_by_position: vec![4, 2], ..Counters::default() };
+        let status =
+            Status { running: 3, waiting_capacity: 1, waiting_deferred: 1, kv_usage: 0.25, ..Status::default() };
+        let mut counters =
+            Counters { drafts: 5, draft_tokens: 10, accepted_by_position: vec![4, 2], ..Counters::default() };
         counters.steps[3] = 9;
         counters.step_tokens = 60;
         let text = metrics.render(&status, &counters);
@@ -403,22 +408,37 @@ mod tests {
             format!("vllm:spec_decode_num_accepted_tokens_total{{{base}}} 6"),
             format!("vllm:spec_decode_num_accepted_tokens_per_pos_total{{{base},position=\"1\"}} 2"),
             format!("vllm:iteration_tokens_total_count{{{base}}} 9"),
-            format!("vllm:iteration_tokens_total_sum{{{base}}} 60"),
+            format!("vllm:iteration_tokens_total_sum{{{base}}} 60.0"),
         ] {
             assert!(text.lines().any(|l| l == line), "{line} is not in\n{text}");
         }
         for name in [
-            "num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total", "mm_cache_queries_total",
-            "mm_cache_hits_total", "prompt_tokens_cached_total",
+            "num_preemptions_total",
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+            "mm_cache_queries_total",
+            "mm_cache_hits_total",
+            "prompt_tokens_cached_total",
         ] {
             assert!(text.contains(&format!("\nvllm:{name}{{")), "{name}");
         }
         for name in [
-            "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
-            "time_per_output_token_seconds", "e2e_request_latency_seconds", "request_queue_time_seconds",
-            "request_prefill_time_seconds", "request_decode_time_seconds", "request_inference_time_seconds",
-            "request_prompt_tokens", "request_generation_tokens", "request_params_n", "request_params_max_tokens",
-            "request_max_num_generation_tokens", "request_num_preemptions", "request_prefill_kv_computed_tokens",
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "request_time_per_output_token_seconds",
+            "time_per_output_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_queue_time_seconds",
+            "request_prefill_time_seconds",
+            "request_decode_time_seconds",
+            "request_inference_time_seconds",
+            "request_prompt_tokens",
+            "request_generation_tokens",
+            "request_params_n",
+            "request_params_max_tokens",
+            "request_max_num_generation_tokens",
+            "request_num_preemptions",
+            "request_prefill_kv_computed_tokens",
         ] {
             assert!(text.contains(&format!("# TYPE vllm:{name} histogram\n")), "{name} in\n{text}");
             assert!(text.contains(&format!("\nvllm:{name}_count{{{base}}} 1\n")), "{name} was not observed in\n{text}");

@@ -118,8 +118,7 @@ fn image(app: &App, source: &MediaSource, path: &str) -> Result<Item, ApiError> 
 fn clip(app: &App, source: &MediaSource, path: &str) -> Result<Item, ApiError> {
     let bytes = load(source, path)?;
     let processor = &processors(app, path)?.video;
-    let animation =
-        Animation::decode(&bytes, DecodeLimits::default()).map_err(|error| unusable(path, &error))?;
+    let animation = Animation::decode(&bytes, DecodeLimits::default()).map_err(|error| unusable(path, &error))?;
     let (height, width) = animation.frames.first().map_or((1, 1), |frame| (frame.height(), frame.width()));
     let clip = Clip::from_animation(animation).map_err(|error| unusable(path, &error))?;
     let sampled = clip.sample(processor, Sampler::V);

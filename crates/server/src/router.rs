@@ -49,7 +49,6 @@ pub fn paths() -> Vec<(&'static str, &'static [&'static str])> {
 }
 
 /// The server as a service.
-#[must_use]
 pub fn router(app: Arc<App>) -> Router {
     let mut router = Router::new();
     for (path, _, handler) in routes() {
@@ -69,7 +68,8 @@ fn cors(app: &App) -> CorsLayer {
     let any = |list: &[String]| list.iter().any(|item| item == "*");
     let values = |list: &[String]| list.iter().filter_map(|item| HeaderValue::from_str(item).ok()).collect::<Vec<_>>();
     let names = |list: &[String]| list.iter().filter_map(|item| HeaderName::try_from(item).ok()).collect::<Vec<_>>();
-    let methods = |list: &[String]| list.iter().filter_map(|item| Method::try_from(item.as_str()).ok()).collect::<Vec<_>>();
+    let methods =
+        |list: &[String]| list.iter().filter_map(|item| Method::try_from(item.as_str()).ok()).collect::<Vec<_>>();
     // With credentials a browser refuses `*`, so the request's own values are repeated.
     let mirror = options.allow_credentials;
     CorsLayer::new()

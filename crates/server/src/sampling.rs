@@ -215,8 +215,7 @@ fn logit_bias(fields: &Fields<'_, '_>, app: &App) -> Result<Vec<(u32, f32)>, Api
     let read = |(key, value): (&String, &Value)| {
         let id = key.parse::<i64>().ok().and_then(|id| u32::try_from(id).ok());
         let Some(id) = id.filter(|&id| (id as usize) < app.model.vocab_size) else {
-            let message =
-                format!("logit_bias: {:?} is no token id below {}", shorten(key), app.model.vocab_size);
+            let message = format!("logit_bias: {:?} is no token id below {}", shorten(key), app.model.vocab_size);
             return Err(ApiError::parameter("logit_bias", message));
         };
         let Some(bias) = value.as_f64() else {
@@ -315,14 +314,16 @@ fn structure(fields: &Fields<'_, '_>, app: &App) -> Result<Option<Structure>, Ap
         }
     }
     if shapes.len() > 1 {
-        let message = "the answer can have one shape only: give one of response_format and the keys of structured_outputs";
+        let message =
+            "the answer can have one shape only: give one of response_format and the keys of structured_outputs";
         return Err(ApiError::parameter("structured_outputs", message));
     }
     if matches!(shapes.first(), Some(Structure::Choice(choices)) if choices.is_empty()) {
         return Err(ApiError::parameter("structured_outputs.choice", "choice must not be empty"));
     }
     if !shapes.is_empty() && !app.model.structured_outputs {
-        let message = "this server cannot constrain the shape of answers; leave response_format and structured_outputs out";
+        let message =
+            "this server cannot constrain the shape of answers; leave response_format and structured_outputs out";
         return Err(ApiError::parameter("response_format", message));
     }
     Ok(shapes.pop())

@@ -143,10 +143,9 @@ impl Engine for Scripted {
             return Ok(Ticket::new(|| {}));
         }
         lock(&self.state.seen).push(request.clone());
-        let task = tokio::spawn(async move {
-            let player = Player { state, done: false };
-            player.play(request, script, events).await;
-        });
+        // Made here: a task that is aborted before it began drops only what it owns.
+        let player = Player { state, done: false };
+        let task = tokio::spawn(player.play(request, script, events));
         let abort = task.abort_handle();
         Ok(Ticket::new(move || abort.abort()))
     }
@@ -233,10 +232,10 @@ fn timeline(request: &Request, script: Script) -> (Vec<TokenEvent>, bool) {
             events.push(event);
             return (events, true);
         }
-        if index == last {
-            if let End::Finish(reason) = &script.end {
-                event.finish = finish(reason.clone());
-            }
+        if let End::Finish(reason) = &script.end
+            && index == last
+        {
+            event.finish = finish(reason.clone());
         }
         events.push(event);
     }

@@ -237,7 +237,8 @@ pub fn speculation_line(before: Reading, now: Reading, elapsed: Duration, by_pos
     if drafts == 0 {
         return None;
     }
-    let (drafted, accepted) = (now.drafted.saturating_sub(before.drafted), now.accepted.saturating_sub(before.accepted));
+    let (drafted, accepted) =
+        (now.drafted.saturating_sub(before.drafted), now.accepted.saturating_sub(before.accepted));
     let seconds = elapsed.as_secs_f64();
     let rates: Vec<String> = by_position.iter().map(|&count| format!("{:.3}", count as f64 / drafts as f64)).collect();
     Some(format!(
@@ -261,10 +262,7 @@ mod tests {
     fn the_lines_that_scripts_look_for() {
         assert_eq!(
             capacity_lines(6_194_528, 262_144),
-            [
-                "GPU KV cache size: 6,194,528 tokens",
-                "Maximum concurrency for 262,144 tokens per request: 23.63x",
-            ]
+            ["GPU KV cache size: 6,194,528 tokens", "Maximum concurrency for 262,144 tokens per request: 23.63x",]
         );
         let now = Reading { prompt: 1000, generated: 500, drafts: 100, drafted: 200, accepted: 106 };
         let status = Status { running: 3, waiting_capacity: 1, kv_usage: 0.125, ..Status::default() };

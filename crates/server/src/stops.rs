@@ -83,9 +83,7 @@ impl<'a> StopFilter<'a> {
     fn partial(&self) -> usize {
         let begins = |stop: &String| {
             let longest = self.tail.len().min(stop.len().saturating_sub(1));
-            let fits = |&length: &usize| {
-                self.tail.as_bytes()[self.tail.len() - length..] == stop.as_bytes()[..length]
-            };
+            let fits = |&length: &usize| self.tail.as_bytes()[self.tail.len() - length..] == stop.as_bytes()[..length];
             (1..=longest).rev().find(fits).unwrap_or(0)
         };
         self.stops.iter().map(begins).max().unwrap_or(0)

@@ -1,8 +1,10 @@
 //! `/v1/chat/completions`: shapes, streams, tools, stops, log-probabilities.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
+
 mod support;
 
-use glimmer_engine::request::{Structure, FinishReason};
+use glimmer_engine::request::{FinishReason, Structure};
 use glimmer_server::app::Options;
 use glimmer_server::scripted::{End, Script};
 use serde_json::{Value, json};
@@ -61,7 +63,9 @@ async fn a_stream_has_the_published_shape() {
     let event = |choice: Value| json!({"id": "ID", "object": "chat.completion.chunk", "created": 0, "model": "micro", "choices": [choice]});
     assert_eq!(
         chunks[0],
-        event(json!({"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null}))
+        event(
+            json!({"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": null, "finish_reason": null})
+        )
     );
     assert!(chunks[1]["choices"][0]["delta"].as_object().unwrap().keys().eq(["reasoning", "reasoning_content"]));
     assert_eq!(
@@ -79,7 +83,9 @@ async fn usage_with_every_event_if_asked() {
     let options = json!({"include_usage": true, "continuous_usage_stats": true});
     let reply = server.chat(json!({"messages": user("x"), "stream": true, "stream_options": options})).await;
     let chunks = reply.chunks();
-    assert!(chunks.iter().all(|chunk| chunk["usage"]["total_tokens"].as_u64() > chunk["usage"]["prompt_tokens"].as_u64()));
+    assert!(
+        chunks.iter().all(|chunk| chunk["usage"]["total_tokens"].as_u64() > chunk["usage"]["prompt_tokens"].as_u64())
+    );
 }
 
 #[tokio::test]
@@ -135,14 +141,19 @@ async fn calls_and_their_finish_reasons() {
     }
     let required = Server::saying(WEATHER);
     required.chat(json!({"messages": user("x"), "tools": tools(), "tool_choice": "required"})).await.ok();
-    assert!(matches!(&required.engine.seen()[0].structure, Some(Structure::ToolCalls { only: None, single: false, .. })));
+    assert!(matches!(
+        &required.engine.seen()[0].structure,
+        Some(Structure::ToolCalls { only: None, single: false, .. })
+    ));
 }
 
 #[tokio::test]
 async fn a_call_cut_by_the_limit_ends_with_length() {
     let text = "I will look<tool_call>get_weather<arg_key>city</arg_key><arg_value>Par";
     for stream in [false, true] {
-        let server = Server::new(options(), |_| Ok(cut("I will look<tool_call>get_weather<arg_key>city</arg_key><arg_value>Par")));
+        let server = Server::new(options(), |_| {
+            Ok(cut("I will look<tool_call>get_weather<arg_key>city</arg_key><arg_value>Par"))
+        });
         let reply = server.chat(json!({"messages": user("x"), "tools": tools(), "stream": stream})).await;
         let found = if stream { join_chat(&reply.chunks(), 0) } else { join_whole(&reply.ok(), 0) };
         assert_eq!(found["finish_reason"], "length", "{text}");
@@ -156,7 +167,8 @@ async fn two_calls_in_one_step_have_distinct_ids() {
     let server = Server::new(options(), move |_| Ok(script_in_steps(answer, 100)));
     let reply = server.chat(json!({"messages": user("x"), "tools": tools(), "stream": true})).await;
     let chunks = reply.chunks();
-    let calls = chunks.iter().flat_map(|chunk| chunk["choices"][0]["delta"]["tool_calls"].as_array().into_iter().flatten());
+    let calls =
+        chunks.iter().flat_map(|chunk| chunk["choices"][0]["delta"]["tool_calls"].as_array().into_iter().flatten());
     let ids: Vec<&str> = calls.filter_map(|call| call["id"].as_str()).collect();
     assert_eq!(ids.len(), 2);
     assert_ne!(ids[0], ids[1]);
@@ -182,7 +194,8 @@ async fn stop_strings_across_tokens_end_the_answer_and_free_the_engine() {
                 script = support::script(answer);
             }
             let server = Server::new(options(), move |_| Ok(script.clone()));
-            let body = json!({"messages": user("x"), "stop": stop, "include_stop_str_in_output": include, "stream": stream});
+            let body =
+                json!({"messages": user("x"), "stop": stop, "include_stop_str_in_output": include, "stream": stream});
             let reply = server.chat(body).await;
             let (found, reason) = if stream {
                 let chunks = reply.chunks();
@@ -190,7 +203,11 @@ async fn stop_strings_across_tokens_end_the_answer_and_free_the_engine() {
             } else {
                 (join_whole(&reply.ok(), 0), reply.json()["choices"][0]["stop_reason"].clone())
             };
-            assert_eq!((&found["content"], &found["finish_reason"]), (&json!(expected), &json!("stop")), "{stop} {stream}");
+            assert_eq!(
+                (&found["content"], &found["finish_reason"]),
+                (&json!(expected), &json!("stop")),
+                "{stop} {stream}"
+            );
             let expected_reason = match &stop {
                 Value::String(text) if text == "<tool_" => Value::Null,
                 Value::String(text) => text.as_str().into(),
@@ -232,7 +249,8 @@ async fn stop_tokens_report_their_id_and_end_tokens_nothing() {
     let body = server.chat(json!({"messages": user("x"), "stop_token_ids": [last]})).await.ok();
     assert_eq!(body["choices"][0]["stop_reason"], last);
     assert_eq!(server.engine.seen()[0].limits.stop_tokens, [last]);
-    let with = server.chat(json!({"messages": user("x"), "stop_token_ids": [last], "include_stop_str_in_output": true})).await;
+    let with =
+        server.chat(json!({"messages": user("x"), "stop_token_ids": [last], "include_stop_str_in_output": true})).await;
     assert_eq!(with.ok()["choices"][0]["message"]["content"], "word");
 }
 
@@ -245,13 +263,15 @@ async fn several_answers_share_the_prompt_and_have_their_own_seeds() {
         let body = json!({"messages": user("x"), "n": 3, "seed": 5, "stream": stream, "stream_options": stream.then(|| json!({"include_usage": true}))});
         let reply = server.chat(body).await;
         for (choice, text) in [(0, "zero"), (1, "one"), (2, "one")] {
-            let found = if stream { join_chat(&reply.chunks(), choice) } else { join_whole(&reply.ok(), choice as usize) };
+            let found =
+                if stream { join_chat(&reply.chunks(), choice) } else { join_whole(&reply.ok(), choice as usize) };
             assert_eq!(found["content"], text);
         }
         let seen = server.engine.seen();
         assert_eq!(seen.iter().map(|request| request.sampling.seed).collect::<Vec<_>>(), [Some(5), Some(6), Some(7)]);
         assert!(seen.iter().all(|request| request.group == seen[0].group));
-        let total: usize = ["a</think>zero", "b</think>one", "b</think>one"].iter().map(|text| tokens(text).len()).sum();
+        let total: usize =
+            ["a</think>zero", "b</think>one", "b</think>one"].iter().map(|text| tokens(text).len()).sum();
         let usage = if stream { reply.chunks().pop().unwrap()["usage"].clone() } else { reply.json()["usage"].clone() };
         assert_eq!(usage["completion_tokens"], total);
     }
@@ -265,7 +285,8 @@ async fn log_probabilities_of_every_token() {
         let reply = server.chat(body).await;
         let content: Vec<Value> = if stream {
             let chunks = reply.chunks();
-            let lists = chunks.iter().filter_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array().cloned());
+            let lists =
+                chunks.iter().filter_map(|chunk| chunk["choices"][0]["logprobs"]["content"].as_array().cloned());
             lists.flatten().collect()
         } else {
             reply.ok()["choices"][0]["logprobs"]["content"].as_array().unwrap().clone()
@@ -295,7 +316,8 @@ async fn token_ids_if_asked_and_no_reasoning_if_not() {
         assert!(!reply.text.contains("secret"), "{}", reply.text);
         assert!(reply.text.contains("open"));
     }
-    let as_ids = server.chat(json!({"messages": user("x"), "logprobs": true, "return_tokens_as_token_ids": true})).await.ok();
+    let as_ids =
+        server.chat(json!({"messages": user("x"), "logprobs": true, "return_tokens_as_token_ids": true})).await.ok();
     let first = &as_ids["choices"][0]["logprobs"]["content"][0]["token"];
     assert_eq!(first, &json!(format!("token_id:{}", tokens("secret")[0])));
 }
@@ -328,7 +350,10 @@ async fn without_parsers_the_text_is_raw() {
     let server = Server::new(Options::default(), |_| Ok(script("a</think><tool_call>f</tool_call>")));
     let body = server.chat(json!({"messages": user("x")})).await.ok();
     let message = &body["choices"][0]["message"];
-    assert_eq!((&message["content"], &message["reasoning"]), (&json!("a</think><tool_call>f</tool_call>"), &Value::Null));
+    assert_eq!(
+        (&message["content"], &message["reasoning"]),
+        (&json!("a</think><tool_call>f</tool_call>"), &Value::Null)
+    );
     assert_eq!(body["usage"]["completion_tokens_details"], Value::Null);
 }
 
@@ -365,7 +390,10 @@ async fn parameters_arrive_at_the_engine() {
     assert_eq!((sampling.seed, &sampling.allowed_tokens), (Some(-3), &Some(vec![1, 2])));
     assert!(!sampling.bad_words.is_empty());
     assert_eq!((request.limits.max_tokens, request.limits.min_tokens, request.limits.ignore_eos), (11, 2, true));
-    assert_eq!((request.cache_salt.as_deref(), request.thinking_budget, request.logprobs), (Some("s"), Some(4), Some(3)));
+    assert_eq!(
+        (request.cache_salt.as_deref(), request.thinking_budget, request.logprobs),
+        (Some("s"), Some(4), Some(3))
+    );
     assert_eq!(request.structure, Some(Structure::JsonSchema("{\"type\":\"object\"}".to_owned())));
     server.chat(json!({"messages": user("x")})).await.ok();
     let request = &server.engine.seen()[1];

@@ -1,5 +1,7 @@
 //! `/v1/completions` and the small routes.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
+
 mod support;
 
 use glimmer_server::router::paths;
@@ -32,11 +34,16 @@ async fn a_whole_completion_has_every_field() {
 #[tokio::test]
 async fn the_four_forms_of_a_prompt() {
     let server = Server::saying("x");
-    for (prompt, count) in
-        [(json!("a"), 1), (json!(["a", "b"]), 2), (json!([1, 2, 3]), 1), (json!([[1], [2, 3]]), 2), (json!(["a", [5]]), 2)]
-    {
+    for (prompt, count) in [
+        (json!("a"), 1),
+        (json!(["a", "b"]), 2),
+        (json!([1, 2, 3]), 1),
+        (json!([[1], [2, 3]]), 2),
+        (json!(["a", [5]]), 2),
+    ] {
         let body = server.post("/v1/completions", json!({"prompt": prompt, "n": 2, "max_tokens": 4})).await.ok();
-        let indices: Vec<u64> = body["choices"].as_array().unwrap().iter().map(|c| c["index"].as_u64().unwrap()).collect();
+        let indices: Vec<u64> =
+            body["choices"].as_array().unwrap().iter().map(|c| c["index"].as_u64().unwrap()).collect();
         assert_eq!(indices, (0..count * 2).collect::<Vec<u64>>(), "{prompt}");
     }
     let seen = server.engine.seen();
@@ -55,7 +62,10 @@ async fn the_four_forms_of_a_prompt() {
         let (status, _, found) = reply.error();
         assert_eq!((status, found.as_deref()), (400, param), "{prompt}");
     }
-    assert_eq!(server.post("/v1/completions", json!({"prompt": "a", "suffix": "b"})).await.error().2.as_deref(), Some("suffix"));
+    assert_eq!(
+        server.post("/v1/completions", json!({"prompt": "a", "suffix": "b"})).await.error().2.as_deref(),
+        Some("suffix")
+    );
 }
 
 #[tokio::test]
@@ -79,10 +89,14 @@ async fn a_streamed_completion_equals_the_whole() {
             let text: String = mine().filter_map(|choice| choice["text"].as_str()).collect();
             assert_eq!(text, expected["text"].as_str().unwrap(), "{request}");
             let last = mine().last().unwrap();
-            assert_eq!((&last["finish_reason"], &last["stop_reason"]), (&expected["finish_reason"], &expected["stop_reason"]));
+            assert_eq!(
+                (&last["finish_reason"], &last["stop_reason"]),
+                (&expected["finish_reason"], &expected["stop_reason"])
+            );
             assert!(mine().all(|choice| choice.get("delta").is_none()));
             for key in ["tokens", "token_logprobs", "top_logprobs", "text_offset"] {
-                let joined: Vec<Value> = mine().filter_map(|c| c["logprobs"][key].as_array().cloned()).flatten().collect();
+                let joined: Vec<Value> =
+                    mine().filter_map(|c| c["logprobs"][key].as_array().cloned()).flatten().collect();
                 let expected = expected["logprobs"][key].as_array().cloned().unwrap_or_default();
                 assert_eq!(joined, expected, "{request} {key}");
             }
@@ -93,7 +107,10 @@ async fn a_streamed_completion_equals_the_whole() {
 #[tokio::test]
 async fn an_echo_with_log_probabilities_covers_the_prompt() {
     let server = Server::saying("x");
-    let body = server.post("/v1/completions", json!({"prompt": "ab cd", "logprobs": 1, "echo": true, "max_tokens": 1})).await.ok();
+    let body = server
+        .post("/v1/completions", json!({"prompt": "ab cd", "logprobs": 1, "echo": true, "max_tokens": 1}))
+        .await
+        .ok();
     let choice = &body["choices"][0];
     let count = server.engine.seen()[0].prompt.len();
     assert_eq!(choice["text"], "ab cdx");
@@ -121,7 +138,10 @@ async fn models_have_their_length() {
     let ids: Vec<&str> = body["data"].as_array().unwrap().iter().map(|m| m["id"].as_str().unwrap()).collect();
     assert_eq!(ids, ["micro", "alias"]);
     let card = &body["data"][0];
-    assert_eq!((&card["max_model_len"], &card["object"], &card["parent"]), (&json!(8192), &json!("model"), &Value::Null));
+    assert_eq!(
+        (&card["max_model_len"], &card["object"], &card["parent"]),
+        (&json!(8192), &json!("model"), &Value::Null)
+    );
     assert!(card["permission"].is_array());
     assert_eq!(server.get("/v1/models/alias").await.ok()["id"], "alias");
 }
@@ -131,7 +151,10 @@ async fn tokens_there_and_back() {
     let server = Server::saying("x");
     let text = "caf\u{e9} <think>";
     let body = server.post("/tokenize", json!({"prompt": text, "return_token_strs": true})).await.ok();
-    assert_eq!((&body["max_model_len"], body["count"].as_u64().unwrap() as usize), (&json!(8192), body["tokens"].as_array().unwrap().len()));
+    assert_eq!(
+        (&body["max_model_len"], body["count"].as_u64().unwrap() as usize),
+        (&json!(8192), body["tokens"].as_array().unwrap().len())
+    );
     assert_eq!(body["token_strs"].as_array().unwrap().len(), body["tokens"].as_array().unwrap().len());
     let back = server.post("/detokenize", json!({"tokens": body["tokens"]})).await.ok();
     assert_eq!(back, json!({"prompt": text}));
@@ -139,7 +162,10 @@ async fn tokens_there_and_back() {
     server.chat(json!({"messages": user("x")})).await.ok();
     assert_eq!(chat["tokens"], json!(server.engine.seen()[0].prompt.to_vec()));
     assert_eq!(chat["token_strs"], Value::Null);
-    assert_eq!(server.post("/tokenize", json!({})).await.error(), (400, "Bad Request".to_owned(), Some("prompt".to_owned())));
+    assert_eq!(
+        server.post("/tokenize", json!({})).await.error(),
+        (400, "Bad Request".to_owned(), Some("prompt".to_owned()))
+    );
     assert_eq!(server.post("/detokenize", json!({})).await.error().2.as_deref(), Some("tokens"));
     assert_eq!(server.post("/detokenize", json!({"tokens": [4000]})).await.error().0, 400);
 }
@@ -191,7 +217,8 @@ async fn browsers_may_call() {
     let closed = glimmer_server::app::Options { allowed_origins: vec!["http://a.example".to_owned()], ..options() };
     let server = Server::new(closed, |_| Ok(script("x")));
     for (origin, allowed) in [("http://a.example", true), ("http://b.example", false)] {
-        let request = axum::http::Request::get("/version").header("origin", origin).body(axum::body::Body::empty()).unwrap();
+        let request =
+            axum::http::Request::get("/version").header("origin", origin).body(axum::body::Body::empty()).unwrap();
         let reply = server.send(request).await;
         assert_eq!(reply.headers.get("access-control-allow-origin").is_some_and(|v| v == origin), allowed);
     }
@@ -208,8 +235,10 @@ async fn the_description_lists_exactly_the_routes() {
         .iter()
         .map(|(path, methods)| (path.clone(), methods.as_object().unwrap().keys().cloned().collect()))
         .collect();
-    let routes: Vec<(String, Vec<String>)> =
-        paths().iter().map(|(path, methods)| ((*path).to_owned(), methods.iter().map(|&m| m.to_owned()).collect())).collect();
+    let routes: Vec<(String, Vec<String>)> = paths()
+        .iter()
+        .map(|(path, methods)| ((*path).to_owned(), methods.iter().map(|&m| m.to_owned()).collect()))
+        .collect();
     assert_eq!(described, routes);
     // Every reference inside the document leads somewhere.
     let text = description.to_string();

@@ -1,5 +1,7 @@
 //! `/v1/messages` and `/v1/responses`.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
+
 mod support;
 
 use serde_json::{Value, json};
@@ -101,7 +103,10 @@ async fn a_streamed_message_equals_the_whole_at_any_step() {
         assert_eq!(names[names.len() - 2..], ["message_delta", "message_stop"]);
         assert!(!reply.text.contains("[DONE]"));
         let start = &events[0].1["message"];
-        assert_eq!((&start["content"], &start["stop_reason"], &start["role"]), (&json!([]), &Value::Null, &json!("assistant")));
+        assert_eq!(
+            (&start["content"], &start["stop_reason"], &start["role"]),
+            (&json!([]), &Value::Null, &json!("assistant"))
+        );
         let (mut streamed, end) = blocks(&events);
         let mut expected = whole["content"].as_array().unwrap().clone();
         without_id(&mut streamed);
@@ -188,7 +193,11 @@ async fn bad_messages_are_refused_in_the_dialect() {
         (json!({"max_tokens": 5}), 400, "messages: expected at least one message"),
         (message(json!({"messages": [{"role": "boss", "content": "x"}]})), 400, "messages[0].role"),
         (message(json!({"messages": [{"role": "user", "content": 5}]})), 400, "messages[0].content"),
-        (message(json!({"messages": [{"role": "user", "content": [{"type": "audio"}]}]})), 400, "messages[0].content[0].type"),
+        (
+            message(json!({"messages": [{"role": "user", "content": [{"type": "audio"}]}]})),
+            400,
+            "messages[0].content[0].type",
+        ),
         (message(json!({"thinking": {"type": "enabled", "budget_tokens": 100}})), 400, "at least 1024"),
         (message(json!({"thinking": {"type": "enabled", "budget_tokens": 3000}})), 400, "max_tokens must be greater"),
         (message(json!({"tools": [{"type": "web_search_20250305", "name": "web_search"}]})), 400, "run at Anthropic"),
@@ -217,7 +226,10 @@ async fn a_whole_response() {
     let request = json!({"input": "x", "instructions": "Be brief.", "tools": response_tools(), "metadata": {"k": "v"}});
     let body = server.post("/v1/responses", request).await.ok();
     assert!(body["id"].as_str().unwrap().starts_with("resp_"));
-    assert_eq!((&body["object"], &body["status"], &body["metadata"]), (&json!("response"), &json!("completed"), &json!({"k": "v"})));
+    assert_eq!(
+        (&body["object"], &body["status"], &body["metadata"]),
+        (&json!("response"), &json!("completed"), &json!({"k": "v"}))
+    );
     let output = body["output"].as_array().unwrap();
     assert_eq!(output[0]["content"], json!([{"type": "reasoning_text", "text": "Look it up."}]));
     assert_eq!(output[1]["content"][0]["text"], "Let me see. ");
@@ -227,7 +239,10 @@ async fn a_whole_response() {
     let text = server.app.model.format.tokenizer().decode(&server.engine.seen()[0].prompt, false);
     assert!(text.contains("<|system|>Be brief.<|user|>x<|assistant|>"), "{text}");
     let short = server.post("/v1/responses", json!({"input": "x", "max_output_tokens": 2})).await.ok();
-    assert_eq!((&short["status"], &short["incomplete_details"]["reason"]), (&json!("incomplete"), &json!("max_output_tokens")));
+    assert_eq!(
+        (&short["status"], &short["incomplete_details"]["reason"]),
+        (&json!("incomplete"), &json!("max_output_tokens"))
+    );
 }
 
 #[tokio::test]
@@ -243,16 +258,35 @@ async fn a_streamed_response_equals_the_whole() {
         let names: Vec<&str> = events.iter().map(|(name, _)| name.as_str()).collect();
         let mut firsts = names.clone();
         firsts.dedup();
-        let message = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done", "output_item.done"];
+        let message = [
+            "output_item.added",
+            "content_part.added",
+            "output_text.delta",
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+        ];
         let mut expected = vec!["created".to_owned(), "in_progress".to_owned()];
         expected.extend(message.map(|name| name.replace("output_text", "reasoning_text")));
         expected.extend(message.map(str::to_owned));
-        expected.extend(["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done", "completed"].map(str::to_owned));
+        expected.extend(
+            [
+                "output_item.added",
+                "function_call_arguments.delta",
+                "function_call_arguments.done",
+                "output_item.done",
+                "completed",
+            ]
+            .map(str::to_owned),
+        );
         let expected: Vec<String> = expected.iter().map(|name| format!("response.{name}")).collect();
         assert_eq!(firsts, expected);
         let last = &events.last().unwrap().1["response"];
-        let done: Vec<&Value> =
-            events.iter().filter(|(name, _)| name == "response.output_item.done").map(|(_, data)| &data["item"]).collect();
+        let done: Vec<&Value> = events
+            .iter()
+            .filter(|(name, _)| name == "response.output_item.done")
+            .map(|(_, data)| &data["item"])
+            .collect();
         assert_eq!(last["output"].as_array().unwrap().iter().collect::<Vec<_>>(), done);
         let joined = |name: &str| -> String {
             events.iter().filter(|(found, _)| found == name).filter_map(|(_, data)| data["delta"].as_str()).collect()
@@ -261,9 +295,9 @@ async fn a_streamed_response_equals_the_whole() {
         assert_eq!(joined("response.output_text.delta"), "Let me see. ");
         assert_eq!(joined("response.function_call_arguments.delta"), "{\"city\": \"Par\\\"is\"}");
         let id = |index: usize| last["output"][index]["id"].as_str().unwrap().to_owned();
-        assert!(events.iter().all(|(_, data)| data.get("item_id").is_none_or(|found| {
-            *found == id(data["output_index"].as_u64().unwrap() as usize)
-        })));
+        assert!(events.iter().all(|(_, data)| {
+            data.get("item_id").is_none_or(|found| *found == id(data["output_index"].as_u64().unwrap() as usize))
+        }));
     }
 }
 

@@ -1,5 +1,7 @@
 //! Bad input: each row of the table of errors, and every range of the parameters.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
+
 mod support;
 
 use std::time::Duration;
@@ -35,11 +37,16 @@ async fn bodies_that_fail_the_schema() {
         (r#"{"messages": []}"#, Some("messages")),
         (r#"{"messages": [{"role": "boss", "content": "x"}]}"#, Some("messages[0].role")),
         (r#"{"messages": [{"role": "user", "content": 7}]}"#, Some("messages[0].content")),
-        (r#"{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}"#,
-            Some("messages[0].tool_calls[0].function.arguments")),
+        (
+            r#"{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}"#,
+            Some("messages[0].tool_calls[0].function.arguments"),
+        ),
         (r#"{"messages": [{"role": "user", "content": "x"}], "temperature": "hot"}"#, Some("temperature")),
         (r#"{"messages": [{"role": "user", "content": "x"}], "stop": [1]}"#, Some("stop")),
-        (r#"{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {}}]}"#, Some("tools[0].function.name")),
+        (
+            r#"{"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {}}]}"#,
+            Some("tools[0].function.name"),
+        ),
         (r#"{"messages": [{"role": "user", "content": "x"}], "stream_options": 5}"#, Some("stream_options")),
     ] {
         let reply = server.send(post("/v1/chat/completions", body)).await;
@@ -162,10 +169,10 @@ async fn bodies_need_their_content_type() {
 
 #[tokio::test]
 async fn keys_are_asked_for_under_v1_only() {
-    let server = Server::new(Options { api_keys: vec!["k1".to_owned(), "k2".to_owned()], ..options() }, |_| Ok(script("a")));
-    let with = |header: &str, value: &str| {
-        Request::get("/v1/models").header(header, value).body(Body::empty()).unwrap()
-    };
+    let server =
+        Server::new(Options { api_keys: vec!["k1".to_owned(), "k2".to_owned()], ..options() }, |_| Ok(script("a")));
+    let with =
+        |header: &str, value: &str| Request::get("/v1/models").header(header, value).body(Body::empty()).unwrap();
     let reply = server.get("/v1/models").await;
     assert_eq!((reply.status.as_u16(), reply.json()), (401, json!({"error": "Unauthorized"})));
     for (header, value, status) in [
@@ -202,7 +209,13 @@ async fn a_busy_engine_says_when_to_come_back() {
     let reply = server.chat(json!({"messages": user("x")})).await;
     assert_eq!(reply.error(), (503, "Service Unavailable".to_owned(), None));
     assert_eq!(reply.headers["retry-after"], "12");
-    assert!(server.get("/metrics").await.text.contains("vllm:admission_rejections_total{model_name=\"micro\",engine=\"0\"} 1"));
+    assert!(
+        server
+            .get("/metrics")
+            .await
+            .text
+            .contains("vllm:admission_rejections_total{model_name=\"micro\",engine=\"0\"} 1")
+    );
     let anthropic = server.post("/v1/messages", json!({"max_tokens": 5, "messages": user("x")})).await;
     assert_eq!((anthropic.status.as_u16(), &anthropic.json()["error"]["type"]), (503, &json!("overloaded_error")));
 }
@@ -273,7 +286,8 @@ async fn failures_behind_the_headers_are_events() {
 
 #[tokio::test]
 async fn an_abort_of_the_engine_is_told() {
-    let server = Server::new(options(), |_| Ok(Script { end: End::Finish(FinishReason::Abort), ..script("a</think>b") }));
+    let server =
+        Server::new(options(), |_| Ok(Script { end: End::Finish(FinishReason::Abort), ..script("a</think>b") }));
     let body = server.chat(json!({"messages": user("x")})).await.ok();
     assert_eq!(body["choices"][0]["finish_reason"], "abort");
 }
@@ -282,7 +296,8 @@ async fn an_abort_of_the_engine_is_told() {
 async fn images_that_cannot_be_used() {
     let server = Server::new(Options { max_images: 1, ..options() }, |_| Ok(script("a</think>b")));
     let with = |urls: &[&str]| {
-        let parts: Vec<Value> = urls.iter().map(|url| json!({"type": "image_url", "image_url": {"url": url}})).collect();
+        let parts: Vec<Value> =
+            urls.iter().map(|url| json!({"type": "image_url", "image_url": {"url": url}})).collect();
         json!([{"role": "user", "content": parts}])
     };
     for (urls, needle) in [
@@ -298,11 +313,10 @@ async fn images_that_cannot_be_used() {
         assert_eq!(reply.error().0, 400, "{urls:?}");
         assert!(reply.message().contains(needle), "{}", reply.message());
     }
-    let text_only = Server::with_model(
-        glimmer_server::engine::Model { processors: None, ..support::model() },
-        options(),
-        |_| Ok(script("a")),
-    );
+    let text_only =
+        Server::with_model(glimmer_server::engine::Model { processors: None, ..support::model() }, options(), |_| {
+            Ok(script("a"))
+        });
     let reply = text_only.chat(json!({"messages": with(&["data:image/png;base64,AAAA"])})).await;
     assert!(reply.message().contains("text only"), "{}", reply.message());
 }

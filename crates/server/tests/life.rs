@@ -1,5 +1,7 @@
 //! Real sockets: closed connections, the end of service, slow engines.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
+
 mod support;
 
 use std::sync::Arc;
@@ -128,7 +130,10 @@ async fn draining_finishes_what_runs_and_refuses_the_rest() {
     assert!(listening.get("/health").await.starts_with("HTTP/1.1 503"));
     let mut refused = listening.send("/v1/chat/completions", &json!({"messages": user("x")})).await;
     let head = until(&mut refused, "shutting down").await;
-    assert!(head.starts_with("HTTP/1.1 503") && head.contains("retry-after: 1") && head.contains("connection: close"), "{head}");
+    assert!(
+        head.starts_with("HTTP/1.1 503") && head.contains("retry-after: 1") && head.contains("connection: close"),
+        "{head}"
+    );
     let rest = until(&mut stream, "[DONE]").await;
     assert!(rest.contains("\"finish_reason\":\"stop\""));
     listening.task.await.unwrap().unwrap();
@@ -166,7 +171,8 @@ async fn silent_streams_are_kept_alive() {
     let mut stream = listening.send("/v1/chat/completions", &json!({"messages": user("x"), "stream": true})).await;
     let text = until(&mut stream, "[DONE]").await;
     assert!(text.matches(": keep-alive\n\n").count() >= 3, "{text}");
-    let mut stream = listening.send("/v1/messages", &json!({"messages": user("x"), "max_tokens": 9, "stream": true})).await;
+    let mut stream =
+        listening.send("/v1/messages", &json!({"messages": user("x"), "max_tokens": 9, "stream": true})).await;
     let text = until(&mut stream, "message_stop").await;
     assert!(text.matches("event: ping").count() >= 3, "{text}");
 }

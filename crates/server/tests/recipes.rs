@@ -1,5 +1,7 @@
 //! Published commands, and the rules between flags.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
+
 use std::path::Path;
 
 use glimmer_server::flags::config::MaxModelLen;
@@ -45,7 +47,12 @@ fn every_recipe_parses_and_resolves() {
         }
         count += 1;
         let (mut config, mut settings) = parse(&recipe(&name)).unwrap_or_else(|error| panic!("{name}: {error}"));
-        assert!(config.model.is_some() && config.options.reasoning && config.options.tools && config.options.auto_tool_choice);
+        assert!(
+            config.model.is_some()
+                && config.options.reasoning
+                && config.options.tools
+                && config.options.auto_tool_choice
+        );
         let gpu = Device::Cuda { memory_gib: 140.0, count: 8 };
         for device in [Device::Cpu, gpu] {
             config.resolve(&mut settings, &released(), device).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -63,7 +70,10 @@ fn recipes_mean_what_they_say() {
     assert_eq!(config.served_names, ["glm53-w4"]);
     assert_eq!((config.tensor_parallel, config.expert_parallel, config.prefix_caching), (2, true, false));
     assert_eq!(config.max_model_len, Some(MaxModelLen::Tokens(1_048_576)));
-    assert_eq!((config.max_num_seqs, config.max_num_batched_tokens, config.graph_tokens), (Some(16), Some(4096), Some(64)));
+    assert_eq!(
+        (config.max_num_seqs, config.max_num_batched_tokens, config.graph_tokens),
+        (Some(16), Some(4096), Some(64))
+    );
     assert!((config.memory_share - 0.95).abs() < 1e-9);
     let drafts = config.speculative.clone().unwrap();
     assert_eq!((drafts.method, drafts.depth), (Method::Mtp, 2));
@@ -72,11 +82,17 @@ fn recipes_mean_what_they_say() {
 
     let (config, settings) = parse(&recipe("spark-2node-rank0.args")).unwrap();
     assert_eq!((config.nodes, config.node_rank, config.master), (2, 0, ("127.0.0.1".to_owned(), 29_521)));
-    assert_eq!((config.cache_bytes, config.cache_dtype.as_str(), config.page_tokens), (Some(9_663_676_416), "fp8_e4m3", Some(2304)));
+    assert_eq!(
+        (config.cache_bytes, config.cache_dtype.as_str(), config.page_tokens),
+        (Some(9_663_676_416), "fp8_e4m3", Some(2304))
+    );
     assert_eq!(config.graph_sizes, Some(vec![1, 2, 4, 8, 16, 24, 32]));
     assert_eq!(config.options.template_kwargs["enable_thinking"], true);
     let drafts = config.speculative.unwrap();
-    assert_eq!((drafts.method, drafts.depth, drafts.model.as_deref()), (Method::DFlash, 7, Some("/models/dflash2-draft")));
+    assert_eq!(
+        (drafts.method, drafts.depth, drafts.model.as_deref()),
+        (Method::DFlash, 7, Some("/models/dflash2-draft"))
+    );
     assert_eq!(settings.get("kv-cache-memory-bytes").unwrap().origin.to_string(), "command line");
 
     let (config, _) = parse(&recipe("spark-2node-rank1.args")).unwrap();
@@ -95,12 +111,18 @@ fn flags_that_do_not_go_together() {
         ("--nnodes 2 -tp 3", "must be a multiple of --nnodes 2"),
         ("--headless --api-server-count 1", "excludes --api-server-count"),
         ("--enable-log-outputs", "requires --enable-log-requests"),
-        ("--max-num-seqs 10 --max-num-batched-tokens 9", "--max-num-batched-tokens 9 must not be below --max-num-seqs 10"),
+        (
+            "--max-num-seqs 10 --max-num-batched-tokens 9",
+            "--max-num-batched-tokens 9 must not be below --max-num-seqs 10",
+        ),
         ("--ssl-keyfile k", "without the feature tls"),
         ("--ssl-certfile c", "without the feature tls"),
         ("--allowed-media-domains [\"a.example\"]", "without the feature tls"),
         ("--attention-backend TRITON", "--attention-backend TRITON is unknown"),
-        ("--max-cudagraph-capture-size 8 --compilation-config {\"cudagraph_capture_sizes\":[1,4]}", "disagrees with the largest"),
+        (
+            "--max-cudagraph-capture-size 8 --compilation-config {\"cudagraph_capture_sizes\":[1,4]}",
+            "disagrees with the largest",
+        ),
         ("--compilation-config {\"cudagraph_mode\":\"HALF\"}", "must be one of NONE, PIECEWISE"),
         ("--compilation-config {\"cudagraph_capture_sizes\":[]}", "must be positive numbers"),
         ("--speculative-config {\"method\":\"mtp\"}", "num_speculative_tokens is missing"),

@@ -95,9 +95,9 @@ fn last_text(messages: &[Message]) -> Option<String> {
     let last = messages.last().filter(|message| message.role == Role::Assistant)?;
     match &last.content {
         Content::Text(text) => Some(text.clone()),
-        Content::Parts(parts) => {
-            Some(parts.iter().filter_map(|p| if let Part::Text(text) = p { Some(text.as_str()) } else { None }).collect())
-        }
+        Content::Parts(parts) => Some(
+            parts.iter().filter_map(|p| if let Part::Text(text) = p { Some(text.as_str()) } else { None }).collect(),
+        ),
     }
 }
 
@@ -171,7 +171,8 @@ fn read_tools(fields: &Fields<'_, '_>, app: &App) -> Result<Tools, ApiError> {
             "none" => Choice::None,
             "required" => Choice::Required,
             other => {
-                let message = format!("tool_choice must be none, auto, required or a function, got {:?}", shorten(other));
+                let message =
+                    format!("tool_choice must be none, auto, required or a function, got {:?}", shorten(other));
                 return Err(ApiError::parameter("tool_choice", message));
             }
         }),
@@ -211,9 +212,7 @@ fn logprobs(fields: &Fields<'_, '_>, app: &App) -> Result<Option<u32>, ApiError>
     let wanted = fields.flag("logprobs").unwrap_or(false);
     let top = fields.integer("top_logprobs");
     match (wanted, top) {
-        (false, Some(top)) if top != 0 => {
-            Err(ApiError::parameter("top_logprobs", "top_logprobs needs logprobs=true"))
-        }
+        (false, Some(top)) if top != 0 => Err(ApiError::parameter("top_logprobs", "top_logprobs needs logprobs=true")),
         (false, _) => Ok(None),
         (true, top) => top_count(app, "top_logprobs", top.unwrap_or(0)).map(Some),
     }

@@ -69,15 +69,13 @@ pub(super) fn flags(config: &ServeConfig, settings: &Settings) -> Result<(), Fla
         return conflict(format!("--max-num-batched-tokens {tokens} must not be below --max-num-seqs {seqs}"));
     }
     let tls = ["ssl-keyfile", "ssl-certfile"].into_iter().find(|name| settings.is_given(name));
-    if let Some(name) = tls.filter(|_| !cfg!(feature = "tls")) {
+    if let Some(name) = tls {
         return conflict(format!(
-            "--{name}: this program is built without the feature tls, whose cryptography needs a C compiler; build with \
-             --features tls, or let a proxy end TLS"
+            "--{name}: this program is built without the feature tls, whose cryptography needs a C compiler; let a proxy \
+             end TLS"
         ));
     }
-    if let Some(origin) = settings.value("allowed-media-domains").as_array().and_then(|list| list.first())
-        && !cfg!(feature = "tls")
-    {
+    if let Some(origin) = settings.value("allowed-media-domains").as_array().and_then(|list| list.first()) {
         return conflict(format!(
             "--allowed-media-domains {origin}: this program is built without the feature tls and fetches no images"
         ));
@@ -85,7 +83,9 @@ pub(super) fn flags(config: &ServeConfig, settings: &Settings) -> Result<(), Fla
     let backend = settings.value("attention-backend").as_str().unwrap_or("auto");
     if backend != "auto" && !FOREIGN_BACKENDS.contains(&backend) {
         let known = FOREIGN_BACKENDS.join(", ");
-        return conflict(format!("--attention-backend {backend} is unknown; there is auto ({known} are taken as auto)"));
+        return conflict(format!(
+            "--attention-backend {backend} is unknown; there is auto ({known} are taken as auto)"
+        ));
     }
     if settings.value("response-role").as_str().is_none_or(str::is_empty) {
         return conflict("--response-role must not be empty");
@@ -99,7 +99,9 @@ pub(super) fn graph_sizes(settings: &Settings, config: &Map<String, Value>) -> R
     let read: Option<Vec<u64>> =
         sizes.as_array().and_then(|list| list.iter().map(|size| size.as_u64().filter(|&size| size > 0)).collect());
     let Some(read) = read.filter(|read| !read.is_empty()) else {
-        return conflict(format!("--compilation-config: cudagraph_capture_sizes must be positive numbers, found {sizes}"));
+        return conflict(format!(
+            "--compilation-config: cudagraph_capture_sizes must be positive numbers, found {sizes}"
+        ));
     };
     let largest = read.iter().copied().max();
     let limit = settings.value("max-cudagraph-capture-size").as_u64();

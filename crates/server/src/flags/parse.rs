@@ -71,10 +71,10 @@ impl Settings {
         }
         let file = given.iter().rev().find(|(flag, _)| flag.name == "config");
         if let Some(path) = file.and_then(|(_, given)| given.value.as_str().map(str::to_owned)) {
-            let text = read_file(&path)
-                .map_err(|error| FlagError::Usage(format!("--config: cannot read {path}: {error}")))?;
+            let text =
+                read_file(&path).map_err(|error| FlagError::Usage(format!("--config: cannot read {path}: {error}")))?;
             for (key, value) in yaml::parse(&text).map_err(|error| FlagError::Usage(format!("{path}: {error}")))? {
-                settings.from_file(&key, value, &path)?;
+                settings.take_from_file(&key, value, &path)?;
             }
         }
         for (flag, given) in given {
@@ -140,7 +140,7 @@ impl Settings {
         self.0.insert(flag.name, Setting { value, origin });
     }
 
-    fn from_file(&mut self, key: &str, value: Value, path: &str) -> Result<(), FlagError> {
+    fn take_from_file(&mut self, key: &str, value: Value, path: &str) -> Result<(), FlagError> {
         let name = key.replace('_', "-");
         let name = if name == "model-tag" { "model".to_owned() } else { name };
         let spelled = format!("--{name}");
@@ -268,7 +268,9 @@ fn lookup(spelled: &str) -> Result<Found, FlagError> {
     let name = head.strip_prefix("--").unwrap_or(head).replace('_', "-");
     let dashed = format!("--{name}");
     let direct = FLAGS.iter().find(|flag| {
-        (head.starts_with("--") && named(flag, &name)) || flag.aliases.contains(&head) || flag.aliases.contains(&dashed.as_str())
+        (head.starts_with("--") && named(flag, &name))
+            || flag.aliases.contains(&head)
+            || flag.aliases.contains(&dashed.as_str())
     });
     let found = match direct {
         Some(flag) => Some((flag, false)),
@@ -320,7 +322,9 @@ fn value_of(flag: &Flag, text: &str) -> Result<Value, FlagError> {
         }
         Kind::Size(least, most) => {
             let auto = (text == "auto" && least < 0).then_some(-1);
-            let number = auto.or_else(|| human(text)).filter(|number| (least..=most).contains(number) && *number != 0 || (*number == 0 && least == 0));
+            let number = auto
+                .or_else(|| human(text))
+                .filter(|number| (least..=most).contains(number) && *number != 0 || (*number == 0 && least == 0));
             number.map(Value::from).ok_or_else(refuse)
         }
         Kind::Number(least, most, open) => {
@@ -346,7 +350,9 @@ fn wrong(flag: &Flag, text: &str) -> FlagError {
 }
 
 fn accepted(kind: Kind) -> String {
-    let range = |least: i64, most: i64| if most == i64::MAX { format!("at least {least}") } else { format!("{least} to {most}") };
+    let range = |least: i64, most: i64| {
+        if most == i64::MAX { format!("at least {least}") } else { format!("{least} to {most}") }
+    };
     match kind {
         Kind::Switch => "true or false".to_owned(),
         Kind::Text => "text".to_owned(),
@@ -435,14 +441,17 @@ mod tests {
     #[test]
     fn objects_whole_and_in_parts() {
         let whole = parse(&["--speculative-config", r#"{"method":"mtp","num_speculative_tokens":2}"#]).unwrap();
-        let parts = parse(&["--speculative-config.method", "mtp", "--speculative_config.num_speculative_tokens=2"]).unwrap();
+        let parts =
+            parse(&["--speculative-config.method", "mtp", "--speculative_config.num_speculative_tokens=2"]).unwrap();
         assert_eq!(whole.value("speculative-config"), parts.value("speculative-config"));
         assert!(parse(&["--port.x", "1"]).is_err());
     }
 
     #[test]
     fn sizes_as_people_write_them() {
-        for (text, size) in [("7", 7), ("64k", 64_000), ("1.5k", 1500), ("64K", 65_536), ("1M", 1 << 20), ("2g", 2_000_000_000)] {
+        for (text, size) in
+            [("7", 7), ("64k", 64_000), ("1.5k", 1500), ("64K", 65_536), ("1M", 1 << 20), ("2g", 2_000_000_000)]
+        {
             assert_eq!(parse(&["--max-model-len", text]).unwrap().value("max-model-len"), size);
         }
         for text in ["auto", "-1"] {
@@ -481,16 +490,23 @@ mod tests {
     fn the_command_line_wins_over_the_file_and_the_file_over_the_environment() {
         let arguments = ["--config", "f.yaml", "--port", "1"].map(str::to_owned);
         let environment = |name: &str| (name == "VLLM_API_KEY").then(|| "k".to_owned());
-        let file = "port: 2\nhost: \"h\"\nenable_prefix_caching: false\nserved-model-name: [a, b]\nmax-model-len: 64k\n";
+        let file =
+            "port: 2\nhost: \"h\"\nenable_prefix_caching: false\nserved-model-name: [a, b]\nmax-model-len: 64k\n";
         let settings = Settings::parse(&arguments, &environment, &|_| Ok(file.to_owned())).unwrap();
-        let shown: Vec<(Value, String)> = ["port", "host", "enable-prefix-caching", "served-model-name", "max-model-len", "api-key", "seed"]
-            .iter()
-            .map(|name| settings.get(name).map(|s| (s.value.clone(), s.origin.to_string())).unwrap())
-            .collect();
+        let shown: Vec<(Value, String)> =
+            ["port", "host", "enable-prefix-caching", "served-model-name", "max-model-len", "api-key", "seed"]
+                .iter()
+                .map(|name| settings.get(name).map(|s| (s.value.clone(), s.origin.to_string())).unwrap())
+                .collect();
         let file = "file f.yaml";
         let expected = [
-            (json!(1), "command line"), (json!("h"), file), (json!(false), file), (json!(["a", "b"]), file),
-            (json!(64_000), file), (json!(["k"]), "environment VLLM_API_KEY"), (json!(0), "default"),
+            (json!(1), "command line"),
+            (json!("h"), file),
+            (json!(false), file),
+            (json!(["a", "b"]), file),
+            (json!(64_000), file),
+            (json!(["k"]), "environment VLLM_API_KEY"),
+            (json!(0), "default"),
         ];
         assert_eq!(shown, expected.map(|(value, origin)| (value, origin.to_owned())));
         let unknown = Settings::parse(&arguments, &|_| None, &|_| Ok("nonsense: 1".to_owned())).unwrap_err();

@@ -33,10 +33,23 @@ pub enum Method {
 }
 
 const KEYS: [&str; 17] = [
-    "method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "attention_backend", "kv_cache_dtype",
-    "disable_padded_drafter_batch", "num_speculative_tokens_per_batch_size", "rejection_sample_method",
-    "synthetic_acceptance_rates", "synthetic_acceptance_length", "draft_sample_method", "enforce_eager", "max_model_len",
-    "prompt_lookup_max", "prompt_lookup_min", "quantization",
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "draft_tensor_parallel_size",
+    "attention_backend",
+    "kv_cache_dtype",
+    "disable_padded_drafter_batch",
+    "num_speculative_tokens_per_batch_size",
+    "rejection_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+    "draft_sample_method",
+    "enforce_eager",
+    "max_model_len",
+    "prompt_lookup_max",
+    "prompt_lookup_min",
+    "quantization",
 ];
 
 /// Deepest draft.
@@ -68,7 +81,10 @@ impl Speculative {
         };
         let depth = depth.as_u64().filter(|depth| (1..=DEEPEST).contains(depth));
         let Some(depth) = depth.and_then(|depth| u32::try_from(depth).ok()) else {
-            return fail(format!("num_speculative_tokens must be 1 to {DEEPEST}, found {}", map["num_speculative_tokens"]));
+            return fail(format!(
+                "num_speculative_tokens must be 1 to {DEEPEST}, found {}",
+                map["num_speculative_tokens"]
+            ));
         };
         let word = |key: &str, allowed: &[&str]| match map.get(key).and_then(Value::as_str) {
             Some(found) if !allowed.contains(&found) => {
@@ -107,7 +123,10 @@ fn synthetic(map: &Map<String, Value>, depth: u32) -> Result<Vec<f64>, FlagError
     }
     let length = map.get("synthetic_acceptance_length").and_then(Value::as_f64);
     let Some(length) = length.filter(|length| (1.0..=f64::from(depth + 1)).contains(length)) else {
-        return fail(format!("synthetic needs synthetic_acceptance_rates, or synthetic_acceptance_length in [1, {}]", depth + 1));
+        return fail(format!(
+            "synthetic needs synthetic_acceptance_rates, or synthetic_acceptance_length in [1, {}]",
+            depth + 1
+        ));
     };
     Ok((0..depth).map(|position| (length - 1.0 - f64::from(position)).clamp(0.0, 1.0)).collect())
 }
@@ -122,7 +141,11 @@ fn by_batch(map: &Map<String, Value>) -> Result<Vec<(u32, u32, u32)>, FlagError>
     };
     let rows: Option<Vec<_>> = table.as_array().and_then(|rows| rows.iter().map(row).collect());
     rows.map_or_else(
-        || conflict("--speculative-config: num_speculative_tokens_per_batch_size must be a list of [first, last, depth]"),
+        || {
+            conflict(
+                "--speculative-config: num_speculative_tokens_per_batch_size must be a list of [first, last, depth]",
+            )
+        },
         Ok,
     )
 }
@@ -133,17 +156,17 @@ mod tests {
 
     use super::*;
 
-    fn read(value: Value) -> Result<Speculative, FlagError> {
+    fn read(value: &Value) -> Result<Speculative, FlagError> {
         Speculative::read(value.as_object().unwrap())
     }
 
     #[test]
     fn the_published_forms() {
-        let mtp = read(json!({"method": "mtp", "num_speculative_tokens": 2})).unwrap();
+        let mtp = read(&json!({"method": "mtp", "num_speculative_tokens": 2})).unwrap();
         assert_eq!((mtp.method, mtp.depth), (Method::Mtp, 2));
-        let dflash = read(json!({"method": "dflash", "model": "/d", "num_speculative_tokens": 7})).unwrap();
+        let dflash = read(&json!({"method": "dflash", "model": "/d", "num_speculative_tokens": 7})).unwrap();
         assert_eq!((dflash.method, dflash.model.as_deref()), (Method::DFlash, Some("/d")));
-        let half = read(json!({
+        let half = read(&json!({
             "method": "mtp", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic",
             "synthetic_acceptance_length": 2.5, "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 1]],
         }))
@@ -167,7 +190,7 @@ mod tests {
                 "falling",
             ),
         ] {
-            let error = read(value).unwrap_err();
+            let error = read(&value).unwrap_err();
             assert_eq!(error.exit_code(), 1);
             assert!(error.to_string().contains(needle), "{error}");
         }

@@ -95,7 +95,12 @@ pub const FLAGS: &[Flag] = &[
     flag("max-request-body-bytes", Size(1, MOST), "67108864", "longest body of a request"),
     flag("headless", Switch, "false", "serve no HTTP: a rank of another host's server"),
     flag("api-server-count", Int(0, 1), "null", "front ends; there is one"),
-    flag("shutdown-timeout", Number(0.0, 86_400.0, false), "30", "seconds that running requests get when the server stops"),
+    flag(
+        "shutdown-timeout",
+        Number(0.0, 86_400.0, false),
+        "30",
+        "seconds that running requests get when the server stops",
+    ),
     flag("ready-timeout", Number(0.0, 86_400.0, true), "600", "seconds that ranks wait for each other at the start"),
     flag("execute-model-timeout", Number(0.0, 86_400.0, true), "300", "seconds after which a step counts as stuck"),
     // Devices and ranks.
@@ -103,7 +108,12 @@ pub const FLAGS: &[Flag] = &[
     alias(flag("tensor-parallel-size", Int(1, 1024), "1", "ranks that share the model"), &["-tp"]),
     alias(flag("enable-expert-parallel", Switch, "false", "keep experts whole, spread over the ranks"), &["-ep"]),
     flag("data-parallel-size", Int(1, 1024), "1", "replicas in one server; only 1"),
-    flag("distributed-executor-backend", Word(&["mp", "uni", "ray"]), "null", "how ranks are started; mp and uni are the same"),
+    flag(
+        "distributed-executor-backend",
+        Word(&["mp", "uni", "ray"]),
+        "null",
+        "how ranks are started; mp and uni are the same",
+    ),
     alias(flag("nnodes", Int(1, 1024), "1", "hosts"), &["-n"]),
     alias(flag("node-rank", Int(0, 1023), "0", "number of this host"), &["-r"]),
     flag("master-addr", Text, "\"127.0.0.1\"", "address where hosts meet"),
@@ -115,7 +125,12 @@ pub const FLAGS: &[Flag] = &[
     flag("block-size", Int(1, 1 << 20), "null", "tokens of a cache page; rounded up to a multiple of 64"),
     flag("gpu-memory-utilization", Number(0.0, 1.0, true), "0.92", "share of the memory to use"),
     alias(
-        flag("kv-cache-memory-bytes", Size(1, MOST), "null", "bytes of the cache on each device, instead of that share"),
+        flag(
+            "kv-cache-memory-bytes",
+            Size(1, MOST),
+            "null",
+            "bytes of the cache on each device, instead of that share",
+        ),
         &["--kv-cache-memory"],
     ),
     flag(
@@ -124,7 +139,12 @@ pub const FLAGS: &[Flag] = &[
         "\"auto\"",
         "element type of the cache",
     ),
-    flag("mamba-ssm-cache-dtype", Word(&["auto", "float32", "bfloat16"]), "\"auto\"", "element type of the recurrent state"),
+    flag(
+        "mamba-ssm-cache-dtype",
+        Word(&["auto", "float32", "bfloat16"]),
+        "\"auto\"",
+        "element type of the recurrent state",
+    ),
     flag("enable-prefix-caching", Switch, "true", "reuse what prompts have in common"),
     flag("state-checkpoints", Int(0, 1 << 20), "64", "saved recurrent states for that"),
     flag("enable-chunked-prefill", Switch, "true", "spread long prompts over steps"),
@@ -145,10 +165,18 @@ pub const FLAGS: &[Flag] = &[
     flag("swap-space", Number(0.0, 1e9, false), "null", "accepted and ignored"),
     flag("record-steps", Text, "null", "write every step to this file"),
     // Drafts.
-    alias(flag("speculative-config", Json, "null", "drafter, as {\"method\": \"mtp\", \"num_speculative_tokens\": 2}"), &["-sc"]),
+    alias(
+        flag("speculative-config", Json, "null", "drafter, as {\"method\": \"mtp\", \"num_speculative_tokens\": 2}"),
+        &["-sc"],
+    ),
     // Chat.
     flag("chat-template", Text, "null", "file of the chat template, or the template in one line"),
-    flag("chat-template-content-format", Word(&["auto", "string", "openai"]), "\"auto\"", "how the template takes content"),
+    flag(
+        "chat-template-content-format",
+        Word(&["auto", "string", "openai"]),
+        "\"auto\"",
+        "how the template takes content",
+    ),
     flag("default-chat-template-kwargs", Json, "{}", "variables of the template below those of requests"),
     flag("trust-request-chat-template", Switch, "false", "accepted; requests bring no templates"),
     flag("response-role", Text, "\"assistant\"", "role of answers"),
@@ -156,7 +184,12 @@ pub const FLAGS: &[Flag] = &[
     flag("tool-call-parser", Word(&PARSERS), "\"\"", "recognise tool calls"),
     flag("enable-auto-tool-choice", Switch, "false", "let the model decide whether to call a tool"),
     flag("tool-strict-level", Text, "null", "accepted: calls are constrained to the declared names and keys"),
-    flag("unknown-tools", Word(&["forward", "drop"]), "\"forward\"", "calls of tools that the request does not declare"),
+    flag(
+        "unknown-tools",
+        Word(&["forward", "drop"]),
+        "\"forward\"",
+        "calls of tools that the request does not declare",
+    ),
     flag(
         "answer-without-think",
         Word(&["content", "reasoning"]),
@@ -168,7 +201,12 @@ pub const FLAGS: &[Flag] = &[
     flag("max-logprobs", Int(-1, MOST), "20", "most log-probabilities of a token; -1 is all"),
     // Streams and logs.
     flag("stream-interval", Int(1, 1 << 20), "1", "tokens of a stream's event"),
-    flag("sse-keep-alive-interval", Number(0.0, 86_400.0, false), "15", "seconds of silence before a comment; 0 is off"),
+    flag(
+        "sse-keep-alive-interval",
+        Number(0.0, 86_400.0, false),
+        "15",
+        "seconds of silence before a comment; 0 is off",
+    ),
     flag("enable-prompt-tokens-details", Switch, "false", "report cached tokens"),
     flag("enable-force-include-usage", Switch, "false", "end every stream with the usage"),
     flag("enable-server-load-tracking", Switch, "false", "accepted: /load always counts"),
@@ -176,7 +214,12 @@ pub const FLAGS: &[Flag] = &[
     flag("enable-log-requests", Switch, "false", "log every request"),
     flag("enable-log-outputs", Switch, "false", "log every answer"),
     flag("disable-log-stats", Switch, "false", "do not log throughput"),
-    flag("uvicorn-log-level", Word(&["critical", "error", "warning", "info", "debug", "trace"]), "\"info\"", "least level of log lines"),
+    flag(
+        "uvicorn-log-level",
+        Word(&["critical", "error", "warning", "info", "debug", "trace"]),
+        "\"info\"",
+        "least level of log lines",
+    ),
     flag("enable-dev-routes", Switch, "false", "offer /reset_prefix_cache"),
     flag("config", Text, "null", "YAML file of flags; the command line wins"),
     flag("dry-run", Switch, "false", "print every setting with its origin and exit"),

@@ -87,7 +87,9 @@ fn scalar(text: &str) -> Result<Value, String> {
             None => Err(format!("{text}: the quote is not closed")),
         },
         Some('[') => flow_list(text),
-        Some('&' | '*' | '!' | '|' | '>' | '%' | '@' | '`') => Err(format!("{text}: this form of YAML is not read here")),
+        Some('&' | '*' | '!' | '|' | '>' | '%' | '@' | '`') => {
+            Err(format!("{text}: this form of YAML is not read here"))
+        }
         Some(_) => Ok(plain(text)),
     }
 }
@@ -132,9 +134,15 @@ mod tests {
                     block:\n  - x\n  - 2\nmap:\n  method: mtp\n  n: 2\nempty:\nurl: http://x:1/#y\n";
         let read = parse(text).unwrap();
         let expected = [
-            ("port", json!(8001)), ("host", json!("it's")), ("name", json!("a # b")), ("list", json!(["a", "b"])),
-            ("json", json!({"a": [1]})), ("block", json!(["x", 2])), ("map", json!({"method": "mtp", "n": 2})),
-            ("empty", json!(null)), ("url", json!("http://x:1/#y")),
+            ("port", json!(8001)),
+            ("host", json!("it's")),
+            ("name", json!("a # b")),
+            ("list", json!(["a", "b"])),
+            ("json", json!({"a": [1]})),
+            ("block", json!(["x", 2])),
+            ("map", json!({"method": "mtp", "n": 2})),
+            ("empty", json!(null)),
+            ("url", json!("http://x:1/#y")),
         ];
         assert_eq!(read, expected.map(|(key, value)| (key.to_owned(), value)));
     }

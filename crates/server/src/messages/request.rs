@@ -196,7 +196,8 @@ fn user(content: &Value, path: &str, problems: &Problems, messages: &mut Vec<Val
             let inner = match &block["content"] {
                 Value::Array(list) => {
                     let parts = list.iter().enumerate();
-                    let parts = parts.filter_map(|(at, part)| plain_part(part, &format!("{path}.content[{at}]"), problems));
+                    let parts =
+                        parts.filter_map(|(at, part)| plain_part(part, &format!("{path}.content[{at}]"), problems));
                     Value::Array(parts.collect())
                 }
                 Value::Null => "".into(),

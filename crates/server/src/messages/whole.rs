@@ -55,7 +55,9 @@ fn blocks(events: Vec<Event>) -> Vec<Block> {
             (_, Event::Reasoning(text)) => blocks.push(Block::Thinking(text)),
             (_, Event::Content(text)) => blocks.push(Block::Text(text)),
             (_, Event::CallStart { name, .. }) => blocks.push(Block::Call { name, arguments: String::new() }),
-            (Some(Block::Call { arguments, .. }), Event::CallArguments { fragment, .. }) => arguments.push_str(&fragment),
+            (Some(Block::Call { arguments, .. }), Event::CallArguments { fragment, .. }) => {
+                arguments.push_str(&fragment);
+            }
             (_, Event::CallArguments { .. } | Event::CallEnd { .. }) => {}
         }
     }
@@ -86,7 +88,10 @@ pub(super) fn tool_use_id(app: &App) -> String {
 
 /// The object up to its content.
 pub(super) fn head(app: &App, id: &str, json: &mut Json<'_>) {
-    json.raw("{\"id\":").text(id).raw(",\"type\":\"message\",\"role\":\"assistant\",\"model\":").text(app.served_name());
+    json.raw("{\"id\":")
+        .text(id)
+        .raw(",\"type\":\"message\",\"role\":\"assistant\",\"model\":")
+        .text(app.served_name());
 }
 
 /// `,"stop_reason":..,"stop_sequence":..`.

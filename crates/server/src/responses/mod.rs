@@ -41,5 +41,8 @@ pub async fn serve(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiErro
 /// `GET /v1/responses/{id}` and its `cancel`: nothing is stored.
 #[must_use]
 pub fn stored(id: &str) -> ApiError {
-    ApiError::not_found("response_id", format!("Response with id '{}' not found: responses are not stored", shorten(id)))
+    ApiError::not_found(
+        "response_id",
+        format!("Response with id '{}' not found: responses are not stored", shorten(id)),
+    )
 }

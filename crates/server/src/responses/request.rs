@@ -18,7 +18,8 @@ pub(super) fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError>
     let fields = Fields::new(map, &problems);
     chat::check_model(&fields, app)?;
     if let Some(id) = fields.text("previous_response_id") {
-        let message = format!("Response with id '{}' not found: responses are not stored; send the whole input", shorten(id));
+        let message =
+            format!("Response with id '{}' not found: responses are not stored; send the whole input", shorten(id));
         return Err(ApiError::not_found("previous_response_id", message));
     }
     if fields.flag("background") == Some(true) {
@@ -26,7 +27,9 @@ pub(super) fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError>
     }
     let messages = conversation(&fields)?;
     let mut chat_body = Map::new();
-    for key in ["temperature", "top_p", "stream", "parallel_tool_calls", "model", "chat_template_kwargs", "seed", "user"] {
+    for key in
+        ["temperature", "top_p", "stream", "parallel_tool_calls", "model", "chat_template_kwargs", "seed", "user"]
+    {
         if let Some(value) = fields.value(key) {
             chat_body.insert(key.to_owned(), value.clone());
         }

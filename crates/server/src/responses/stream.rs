@@ -31,8 +31,8 @@ impl Writer {
         Self { app, id: plan.id.clone(), created: plan.created, echo, items, sequence: 0 }
     }
 
-    fn response(&self, status: &str, details: Value, usage: Option<Usage>) -> Value {
-        object(&self.app, (&self.id, self.created), &self.echo, status, details, self.items.done.clone(), usage)
+    fn response(&self, status: &str, details: &Value, usage: Option<Usage>) -> Value {
+        object(&self.app, (&self.id, self.created), &self.echo, status, details, &self.items.done, usage)
     }
 
     /// An event with fields of its own.
@@ -98,7 +98,7 @@ impl Writer {
 impl Wire for Writer {
     fn begin(&mut self, out: &mut Vec<u8>) {
         for name in ["response.created", "response.in_progress"] {
-            let response = self.response("in_progress", Value::Null, None);
+            let response = self.response("in_progress", &Value::Null, None);
             self.send(name, json!({ "response": response }), out);
         }
     }
@@ -131,7 +131,7 @@ impl Wire for Writer {
     fn end(&mut self, ending: &Ending, usage: Usage, out: &mut Vec<u8>) {
         let (status, details) = status(ending);
         self.close(status, out);
-        let response = self.response(status, details, Some(usage));
+        let response = self.response(status, &details, Some(usage));
         self.send(&format!("response.{status}"), json!({ "response": response }), out);
     }
 
@@ -142,7 +142,7 @@ impl Wire for Writer {
         let mut fields = json!({"code": error.kind, "message": error.message, "param": error.param});
         fields["error"] = body["error"].clone();
         self.send("error", fields, out);
-        let mut response = self.response("failed", Value::Null, None);
+        let mut response = self.response("failed", &Value::Null, None);
         response["error"] = json!({"code": "server_error", "message": error.message});
         self.send("response.failed", json!({ "response": response }), out);
     }

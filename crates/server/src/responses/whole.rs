@@ -51,7 +51,7 @@ pub(super) async fn respond(app: &App, submitted: Submitted, echo: &Echo) -> Res
     }
     let (status, details) = status(&finished.ending);
     items.close(status);
-    let response = object(app, (&plan.id, plan.created), echo, status, details, items.done, Some(collected.usage));
+    let response = object(app, (&plan.id, plan.created), echo, status, &details, &items.done, Some(collected.usage));
     Ok(crate::json_response(response.to_string().into_bytes()))
 }
 
@@ -70,8 +70,8 @@ pub(super) fn object(
     (id, created): (&str, u64),
     echo: &Echo,
     status: &str,
-    details: Value,
-    output: Vec<Value>,
+    details: &Value,
+    output: &[Value],
     usage: Option<Usage>,
 ) -> Value {
     let usage = usage.map(|usage| {
@@ -181,8 +181,10 @@ impl Items {
             };
             self.open = Some(Item { kind, id: format!("{prefix}_{}", app.fresh_id()), text: String::new(), call });
         }
-        if let (Some(item), Event::Reasoning(text) | Event::Content(text) | Event::CallArguments { fragment: text, .. }) =
-            (&mut self.open, event)
+        if let (
+            Some(item),
+            Event::Reasoning(text) | Event::Content(text) | Event::CallArguments { fragment: text, .. },
+        ) = (&mut self.open, event)
         {
             item.text.push_str(text);
         }

@@ -1,10 +1,11 @@
 //! The micro model's tokenizer and template behind a scripted engine.
 
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 #![allow(dead_code, reason = "each test binary uses a part")]
 #![allow(clippy::needless_pass_by_value, reason = "test helpers take JSON literals by value")]
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use axum::Router;
 use axum::body::Body;
@@ -14,7 +15,7 @@ use glimmer_server::app::{App, Options};
 use glimmer_server::engine::{GenerationDefaults, Model, Refusal};
 use glimmer_server::router::router;
 use glimmer_server::scripted::{End, Script, Scripted};
-use glimmer_text::{ChatFormat, ToolSchemas};
+use glimmer_text::ChatFormat;
 use http_body_util::BodyExt as _;
 use serde_json::{Value, json};
 use tower::ServiceExt as _;
@@ -23,13 +24,19 @@ pub(crate) fn micro_dir() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16"))
 }
 
+/// Tokenizer and template, read once.
+pub(crate) fn format() -> Arc<ChatFormat> {
+    static FORMAT: OnceLock<Arc<ChatFormat>> = OnceLock::new();
+    Arc::clone(FORMAT.get_or_init(|| Arc::new(ChatFormat::from_dir(micro_dir()).unwrap())))
+}
+
 pub(crate) fn model() -> Model {
     let processors = glimmer_model::vision::Processors {
         image: glimmer_model::vision::Processor::default(),
         video: glimmer_model::vision::Processor::default(),
     };
     Model {
-        format: ChatFormat::from_dir(micro_dir()).unwrap(),
+        format: format(),
         served_names: vec!["micro".to_owned(), "alias".to_owned()],
         root: "models/micro-bf16".to_owned(),
         max_model_len: 8192,
@@ -37,7 +44,6 @@ pub(crate) fn model() -> Model {
         defaults: GenerationDefaults::default(),
         processors: Some(processors),
         structured_outputs: true,
-        no_tools: ToolSchemas::default(),
     }
 }
 
@@ -167,7 +173,7 @@ pub(crate) fn script(text: &str) -> Script {
 
 /// The tokens of an answer and the end token.
 pub(crate) fn tokens(text: &str) -> Vec<u32> {
-    let format = ChatFormat::from_dir(micro_dir()).unwrap();
+    let format = format();
     let mut ids = format.tokenizer().encode(text).unwrap();
     ids.push(format.tokenizer().added_id("<|user|>").unwrap());
     ids
@@ -192,9 +198,7 @@ pub(crate) fn user(text: &str) -> Value {
 
 /// Tools of the specification's table of known failures.
 pub(crate) fn tools() -> Value {
-    let tool = |name: &str, properties: Value| {
-        json!({"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}})
-    };
+    let tool = |name: &str, properties: Value| json!({"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": properties}}});
     json!([
         tool("get_weather", json!({"city": {"type": "string"}})),
         tool("get_time", json!({})),
