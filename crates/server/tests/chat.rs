@@ -449,3 +449,31 @@ async fn request_ids_are_kept() {
     let always = Server::new(Options { request_id_headers: true, ..options() }, |_| Ok(script("a")));
     assert!(always.get("/health").await.headers.get("x-request-id").is_some());
 }
+
+#[tokio::test]
+async fn pictures_arrive_with_their_place_in_the_prompt() {
+    use base64::Engine as _;
+    let png = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/goldens/micro/image_direct.png")).unwrap();
+    let url = format!("data:image/png;base64,{}", base64::engine::general_purpose::STANDARD.encode(&png));
+    let image = json!({"type": "image_url", "image_url": {"url": url}});
+    let server = Server::saying("a</think>b");
+    let messages = json!([
+        {"role": "user", "content": ["Look: ", image, " and ", image]},
+        {"role": "assistant", "content": "Nice."},
+        {"role": "user", "content": [{"type": "text", "text": "<|image|>"}, image]},
+    ]);
+    server.chat(json!({"messages": messages})).await.ok();
+    let request = &server.engine.seen()[0];
+    assert_eq!(request.media.len(), 3);
+    let tokenizer = server.app.model.format.tokenizer();
+    let (placeholder, begin) =
+        (tokenizer.added_id("<|image|>").unwrap(), tokenizer.added_id("<|begin_of_image|>").unwrap());
+    let total: usize = request.media.iter().map(|media| media.tokens).sum();
+    assert_eq!(request.prompt.iter().filter(|&&id| id == placeholder).count(), total, "none is forged");
+    for media in request.media.iter() {
+        assert_eq!((media.bytes.as_ref(), media.digest), (png.as_slice(), request.media[0].digest));
+        assert_eq!(request.prompt[media.start - 1], begin);
+        assert!(request.prompt[media.start..media.start + media.tokens].iter().all(|&id| id == placeholder));
+        assert_ne!(request.prompt[media.start + media.tokens], placeholder);
+    }
+}

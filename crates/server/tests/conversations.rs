@@ -1,5 +1,6 @@
 //! `/v1/messages` and `/v1/responses`.
 
+#![allow(clippy::needless_pass_by_value, reason = "test helpers take JSON literals by value")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
 mod support;

@@ -14,7 +14,7 @@ pub mod yaml;
 
 pub use check::{Device, ModelShape};
 pub use config::ServeConfig;
-pub use parse::{Origin, Setting, Settings};
+pub use parse::{Origin, Setting, Settings, help};
 pub use speculative::Speculative;
 
 /// Why flags were refused.
