@@ -254,7 +254,7 @@ fn unsafe_lives_where_it_may() {
 
 #[test]
 fn crates_without_unsafe_forbid_it() {
-    for crate_name in ["model", "quantize", "engine", "text", "bench"] {
+    for crate_name in ["model", "quantize", "engine", "text", "server", "bench"] {
         let lib = root().join("crates").join(crate_name).join("src/lib.rs");
         let text = fs::read_to_string(&lib).expect("a crate has a lib.rs");
         assert!(text.contains("#![forbid(unsafe_code)]"), "{}: forbid unsafe code", lib.display());

@@ -477,3 +477,24 @@ async fn pictures_arrive_with_their_place_in_the_prompt() {
         assert_ne!(request.prompt[media.start + media.tokens], placeholder);
     }
 }
+
+#[tokio::test]
+async fn a_template_that_shows_no_images_gets_them_anyway() {
+    use base64::Engine as _;
+    let png = std::fs::read(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/goldens/micro/image_direct.png")).unwrap();
+    let url = format!("data:image/png;base64,{}", base64::engine::general_purpose::STANDARD.encode(&png));
+    let blind = "{% for m in messages %}<|user|>{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}\
+                 {% if p.type == 'text' %}{{ p.text }}{% else %}<reminder>cannot process this image</reminder>{% endif %}\
+                 {% endfor %}{% endif %}{% endfor %}<|assistant|><think>";
+    let tokenizer = glimmer_text::Tokenizer::from_dir(support::micro_dir()).unwrap();
+    let format = glimmer_text::ChatFormat::new(tokenizer, glimmer_text::ChatTemplate::new(blind).unwrap());
+    let model = glimmer_server::engine::Model { format: std::sync::Arc::new(format), ..support::model() };
+    let server = Server::with_model(model, options(), |_| Ok(script("a</think>b")));
+    let parts = json!([{"type": "text", "text": "<|image|> is "}, {"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "?"}]);
+    server.chat(json!({"messages": [{"role": "user", "content": parts}]})).await.ok();
+    let request = &server.engine.seen()[0];
+    let (media, tokenizer) = (&request.media[0], server.app.model.format.tokenizer());
+    let text = |ids: &[u32]| tokenizer.decode(ids, false);
+    assert_eq!(text(&request.prompt[..media.start]), "<|user|><|image|> is <|begin_of_image|>");
+    assert_eq!(text(&request.prompt[media.start + media.tokens..]), "<|end_of_image|>?<|assistant|><think>");
+}

@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::error::TextError;
 use crate::media::VideoFrame;
-use crate::message::{Content, Message, Role};
+use crate::message::{Content, Message, Part, Role};
 use crate::protect::Marks;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
@@ -97,16 +97,31 @@ impl ChatFormat {
     /// # Errors
     /// Errors of the template and the tokenizer; [`TextError::TornUserText`] if the template cuts marked text.
     pub fn prompt(&self, input: &ChatInput<'_>) -> Result<Prompt, TextError> {
-        let variables = template_variables(input);
+        let prompt = self.render(input, false)?;
+        let images = input.messages.iter().flat_map(Message::images).count();
+        let shown = prompt.ids.iter().filter(|&&id| Some(id) == self.media.image).count();
+        if images > 0 && shown == 0 {
+            // Some published templates predate vision.
+            return self.render(input, true);
+        }
+        Ok(prompt)
+    }
+
+    /// Renders and encodes; with `insert_images` images are written at their places whatever the template makes of them.
+    fn render(&self, input: &ChatInput<'_>, insert_images: bool) -> Result<Prompt, TextError> {
+        let image = format!("{BEGIN_IMAGE}{IMAGE}{END_IMAGE}");
+        let variables = template_variables(input, None);
         if input.allow_special {
+            let variables = if insert_images { template_variables(input, Some(&image)) } else { variables };
             let text = self.template.render(&variables)?;
             let ids = self.tokenizer.encode(&text)?;
             return Ok(Prompt { text, ids });
         }
         let marks = Marks::choose(&variables, self.template.source())?;
+        let variables = if insert_images { template_variables(input, Some(&marks.image())) } else { variables };
         let protect = |(key, value)| (key, marks.protect(self.tokenizer.added(), value));
         let protected: Map<String, Value> = variables.into_iter().map(protect).collect();
-        let (text, ranges) = marks.remove(&self.template.render(&protected)?)?;
+        let (text, ranges) = marks.remove(&self.template.render(&protected)?, &image)?;
         let ids = self.tokenizer.encode_protected(&text, &ranges)?;
         Ok(Prompt { text, ids })
     }
@@ -173,9 +188,19 @@ fn check_count(kind: &'static str, placeholders: usize, supplied: usize) -> Resu
     if placeholders == supplied { Ok(()) } else { Err(TextError::MediaCount { kind, placeholders, supplied }) }
 }
 
-fn template_variables(input: &ChatInput<'_>) -> Map<String, Value> {
+/// Variables of the template; images become text if `image` is given.
+fn template_variables(input: &ChatInput<'_>, image: Option<&str>) -> Map<String, Value> {
     let mut variables = input.variables.cloned().unwrap_or_default();
-    let messages = input.messages.iter().map(|message| hoist_inline_reasoning(message).to_template()).collect();
+    let message = |message: &Message| {
+        let mut message = hoist_inline_reasoning(message);
+        if let (Some(image), Content::Parts(parts)) = (image, &mut message.content) {
+            for part in parts.iter_mut().filter(|part| matches!(part, Part::Image(_))) {
+                *part = Part::Text(image.to_owned());
+            }
+        }
+        message.to_template()
+    };
+    let messages = input.messages.iter().map(message).collect();
     variables.insert("messages".to_owned(), Value::Array(messages));
     if !input.tools.is_empty() {
         variables.insert("tools".to_owned(), Value::Array(input.tools.to_vec()));

@@ -13,18 +13,20 @@ use serde_json::{Map, Value};
 use crate::added::AddedTokens;
 use crate::error::TextError;
 
-/// The pair of characters of one conversation.
+/// The characters of one conversation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Marks {
     open: char,
     close: char,
+    /// Stands for an image in a template that renders none.
+    image: char,
 }
 
 const PRIVATE_USE: [std::ops::RangeInclusive<char>; 3] =
     ['\u{e000}'..='\u{f8ff}', '\u{f0000}'..='\u{ffffd}', '\u{100000}'..='\u{10fffd}'];
 
 impl Marks {
-    /// Chooses two private-use characters that occur nowhere in `variables` and `template`.
+    /// Chooses three private-use characters that occur nowhere in `variables` and `template`.
     ///
     /// # Errors
     /// [`TextError::NoFreeMarker`] if all of them occur.
@@ -36,10 +38,15 @@ impl Marks {
             collect_value(value, &mut used);
         }
         let mut free = PRIVATE_USE.into_iter().flatten().filter(|c| !used.contains(c));
-        match (free.next(), free.next()) {
-            (Some(open), Some(close)) => Ok(Self { open, close }),
+        match (free.next(), free.next(), free.next()) {
+            (Some(open), Some(close), Some(image)) => Ok(Self { open, close, image }),
             _ => Err(TextError::NoFreeMarker),
         }
+    }
+
+    /// Text that [`Marks::remove`] turns into control tokens.
+    pub(crate) fn image(self) -> String {
+        self.image.to_string()
     }
 
     /// Wraps whatever in the strings of `value` (keys too) could become an added token.
@@ -74,11 +81,11 @@ impl Marks {
         out
     }
 
-    /// Removes the marks from rendered text; returns it with the byte ranges they enclosed.
+    /// Removes the marks from rendered text, writing `image` for an image's; returns it with the byte ranges they enclosed.
     ///
     /// # Errors
     /// [`TextError::TornUserText`] if the marks do not pair up.
-    pub(crate) fn remove(self, rendered: &str) -> Result<(String, Vec<Range<usize>>), TextError> {
+    pub(crate) fn remove(self, rendered: &str, image: &str) -> Result<(String, Vec<Range<usize>>), TextError> {
         let mut text = String::with_capacity(rendered.len());
         let mut ranges = Vec::new();
         let mut opened = None;
@@ -91,6 +98,8 @@ impl Marks {
             } else if c == self.close {
                 let start = opened.take().ok_or(torn)?;
                 ranges.push(start..text.len());
+            } else if c == self.image && opened.is_none() {
+                text.push_str(image);
             } else {
                 text.push(c);
             }
@@ -128,7 +137,7 @@ mod tests {
     fn marks_avoid_characters_in_use() {
         let variables = json!({"a": ["\u{e000}"], "\u{e001}": 1});
         let marks = Marks::choose(variables.as_object().unwrap(), "\u{e003}").unwrap();
-        assert_eq!(marks, Marks { open: '\u{e002}', close: '\u{e004}' });
+        assert_eq!(marks, Marks { open: '\u{e002}', close: '\u{e004}', image: '\u{e005}' });
     }
 
     #[test]
@@ -140,10 +149,11 @@ mod tests {
 
     #[test]
     fn torn_marks_are_noticed() {
-        let marks = Marks { open: '(', close: ')' };
-        assert_eq!(marks.remove("a(b)c(d)").unwrap(), ("abcd".to_owned(), vec![1..2, 3..4]));
+        let marks = Marks { open: '(', close: ')', image: '#' };
+        assert_eq!(marks.remove("a(b)c(d)", "").unwrap(), ("abcd".to_owned(), vec![1..2, 3..4]));
+        assert_eq!(marks.remove("a#(b)#", "<i>").unwrap(), ("a<i>b<i>".to_owned(), vec![4..5]));
         for torn in ["a(b", "ab)", "a(b(c))"] {
-            assert!(matches!(marks.remove(torn), Err(TextError::TornUserText { .. })), "{torn}");
+            assert!(matches!(marks.remove(torn, ""), Err(TextError::TornUserText { .. })), "{torn}");
         }
     }
 }
