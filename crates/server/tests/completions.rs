@@ -88,7 +88,7 @@ async fn a_streamed_completion_equals_the_whole() {
             let mine = || chunks.iter().map(|chunk| &chunk["choices"][0]).filter(|choice| choice["index"] == index);
             let text: String = mine().filter_map(|choice| choice["text"].as_str()).collect();
             assert_eq!(text, expected["text"].as_str().unwrap(), "{request}");
-            let last = mine().last().unwrap();
+            let last = mine().next_back().unwrap();
             assert_eq!(
                 (&last["finish_reason"], &last["stop_reason"]),
                 (&expected["finish_reason"], &expected["stop_reason"])

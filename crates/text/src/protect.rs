@@ -151,7 +151,7 @@ mod tests {
     fn torn_marks_are_noticed() {
         let marks = Marks { open: '(', close: ')', image: '#' };
         assert_eq!(marks.remove("a(b)c(d)", "").unwrap(), ("abcd".to_owned(), vec![1..2, 3..4]));
-        assert_eq!(marks.remove("a#(b)#", "<i>").unwrap(), ("a<i>b<i>".to_owned(), vec![4..5]));
+        assert_eq!(marks.remove("a#(b)(c)#", "<i>").unwrap(), ("a<i>bc<i>".to_owned(), vec![4..5, 5..6]));
         for torn in ["a(b", "ab)", "a(b(c))"] {
             assert!(matches!(marks.remove(torn, ""), Err(TextError::TornUserText { .. })), "{torn}");
         }
