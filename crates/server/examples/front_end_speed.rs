@@ -5,7 +5,8 @@
 //! * `throughput`: keep-alive clients read long answers one after the other while the engine gives tokens as fast as it can;
 //!   `joined` lets all ready tokens of a stream share a frame, `paced` gives each stream one token a step.
 //! * `latency`: many streams at once, a token each every step; from the moment when the engine hands a token over to the
-//!   moment when its client has read it.
+//!   moment when its client has read it. `burst` hands over the tokens of all streams at once, so that the last one waits
+//!   for as many socket writes as there are streams; `spread` hands them over evenly.
 //!
 //! `cargo run --release -p glimmer-server --example front_end_speed -- [streams] [step_ms]`
 
@@ -29,17 +30,19 @@ use tokio::net::TcpStream;
 /// Times at which tokens were handed over, by request.
 type Times = Arc<Mutex<HashMap<String, Vec<Instant>>>>;
 
-/// An engine on a thread of its own that gives every stream `burst` tokens a step.
+/// An engine on a thread of its own that gives every stream `burst` tokens a step, in `slots` parts of the step.
 struct Stepping {
     inbox: Mutex<mpsc::Sender<(Request, EventSender)>>,
 }
 
 impl Stepping {
-    fn start(token: u32, pace: Duration, burst: usize, times: Option<Times>) -> Self {
+    fn start(token: u32, pace: Duration, burst: usize, slots: usize, times: Option<Times>) -> Self {
         let (inbox, arrivals) = mpsc::channel::<(Request, EventSender)>();
         thread::spawn(move || {
             let mut running: Vec<(Request, EventSender, usize)> = Vec::new();
             let mut next = Instant::now();
+            let (mut slot, mut arrived) = (0, 0);
+            let mut numbers: HashMap<String, usize> = HashMap::new();
             loop {
                 if running.is_empty() {
                     match arrivals.recv() {
@@ -49,6 +52,15 @@ impl Stepping {
                 }
                 running.extend(arrivals.try_iter().map(|(request, events)| (request, events, 0)));
                 running.retain_mut(|(request, events, sent)| {
+                    if slots > 1 {
+                        let number = *numbers.entry(request.id.clone()).or_insert_with(|| {
+                            arrived += 1;
+                            arrived
+                        });
+                        if number % slots != slot {
+                            return true;
+                        }
+                    }
                     let mut open = true;
                     for _ in 0..burst {
                         *sent += 1;
@@ -65,8 +77,9 @@ impl Stepping {
                     }
                     open
                 });
+                slot = (slot + 1) % slots;
                 if !pace.is_zero() {
-                    next += pace;
+                    next += pace / u32::try_from(slots).unwrap();
                     thread::sleep(next.saturating_duration_since(Instant::now()));
                 }
             }
@@ -226,7 +239,7 @@ fn main() {
     let clients = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let time = Duration::from_secs(5);
     for (name, burst) in [("joined", 64), ("paced", 1)] {
-        let port = start(Stepping::start(token, Duration::ZERO, burst, None), &format);
+        let port = start(Stepping::start(token, Duration::ZERO, burst, 1, None), &format);
         let (events, requests) = clients.block_on(throughput(port, 64, 512, time));
         println!(
             "throughput {name}: {:.2} M events/s, {:.0} answers/s of 512 tokens, 64 clients",
@@ -234,9 +247,21 @@ fn main() {
             requests as f64 / time.as_secs_f64()
         );
     }
+    for (name, slots) in [("burst", 1), ("spread", 50)] {
+        latency(&clients, &format, token, streams, Duration::from_millis(step_ms), (name, slots));
+    }
+}
+
+fn latency(
+    clients: &tokio::runtime::Runtime,
+    format: &Arc<ChatFormat>,
+    token: u32,
+    streams: usize,
+    step: Duration,
+    (name, slots): (&str, usize),
+) {
     let times = Times::default();
-    let engine = Stepping::start(token, Duration::from_millis(step_ms), 1, Some(Arc::clone(&times)));
-    let port = start(engine, &format);
+    let port = start(Stepping::start(token, step, 1, slots, Some(Arc::clone(&times))), format);
     let tokens = 100;
     let arrived = clients.block_on(arrivals(port, streams, tokens));
     let sent = times.lock().unwrap();
@@ -249,8 +274,9 @@ fn main() {
     }
     added.sort_by(f64::total_cmp);
     println!(
-        "latency, {streams} streams, a token each every {step_ms} ms: p50 {:.3} ms, p90 {:.3} ms, p99 {:.3} ms, most {:.3} ms \
+        "latency {name}, {streams} streams, a token each every {} ms: p50 {:.3} ms, p90 {:.3} ms, p99 {:.3} ms, most {:.3} ms \
          over {} tokens",
+        step.as_millis(),
         percentile(&added, 0.5),
         percentile(&added, 0.9),
         percentile(&added, 0.99),
