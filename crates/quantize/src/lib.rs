@@ -6,6 +6,7 @@
 //! | [`recipe`] | everything that the artifact's bytes depend on besides source and calibration |
 //! | [`calibration`] | token sequences with image features |
 //! | [`gates`] | static checks of an artifact |
+//! | [`mend`] | repairs of artifacts that other tools made |
 //! | [`report`] | what was done, matrix by matrix |
 //! | [`hessian`], [`cholesky`], [`gptq`], [`scales`], [`rtn`], [`real`] | the solver, on plain slices |
 //! | [`bench`] | the solver's speed |
@@ -21,7 +22,9 @@ pub mod gates;
 pub mod gptq;
 pub mod hessian;
 mod matrix;
+pub mod mend;
 mod overlay;
+
 pub mod pipeline;
 mod plan;
 pub mod progress;
