@@ -20,13 +20,44 @@ use crate::hessian::{Hessian, Moments, Shrunk};
 use crate::matrix::{Quantized, Statistics, quantize};
 use crate::overlay::Overlay;
 use crate::progress::Progress;
-use crate::recipe::{CalibratedExperts, DownInputs, Method, Recipe};
+use crate::recipe::{CalibratedExperts, DownInputs, Method, Recipe, TokenWeights};
 use crate::report::{LayerReport, MatrixReport};
 use crate::rows::RowStore;
 use crate::workers;
 
 /// Rows gathered at a time.
 const PIECE: usize = 2048;
+
+/// Calibration rows of an expert, ascending.
+#[derive(Clone, Debug, Default)]
+struct Rows {
+    rows: Vec<u32>,
+    /// What a row's values are multiplied with in the second moments: the root of its weight. None: all 1.
+    factors: Vec<f32>,
+}
+
+impl Rows {
+    /// All rows alike.
+    fn all(tokens: usize) -> Self {
+        Self { rows: (0..tokens as u32).collect(), factors: Vec::new() }
+    }
+
+    /// Scales the weights to a mean of 1, so that moments stay comparable with those of the pool.
+    fn normalize(&mut self) {
+        let total: f64 = self.factors.iter().map(|&f| f64::from(f) * f64::from(f)).sum();
+        if total > 0.0 {
+            let scale = (self.factors.len() as f64 / total).sqrt();
+            self.factors.iter_mut().for_each(|f| *f = (f64::from(*f) * scale) as f32);
+        }
+    }
+
+    /// Multiplies `values` `[count, width]`, which belong to the rows from `first` on.
+    fn weigh(&self, first: usize, values: &mut [f32], width: usize) {
+        for (row, &factor) in values.chunks_exact_mut(width).zip(self.factors.get(first..).unwrap_or(&[])) {
+            row.iter_mut().for_each(|v| *v *= factor);
+        }
+    }
+}
 
 /// Inputs of a layer's experts over all calibration tokens.
 pub(crate) struct LayerInputs<'a> {
@@ -100,7 +131,7 @@ impl LayerWork<'_> {
     fn solve_gate_up(
         &self,
         inputs: &LayerInputs<'_>,
-        rows: &[Vec<u32>],
+        rows: &[Rows],
         writer: &mut ShardWriter,
         reports: &mut Vec<MatrixReport>,
         progress: &mut dyn Progress,
@@ -110,7 +141,7 @@ impl LayerWork<'_> {
         let k = self.recipe.shrink_for(hidden);
         let shared = self.recipe.experts == CalibratedExperts::All;
         let pool = if shared || k > 0.0 {
-            let all: Vec<u32> = (0..inputs.tokens as u32).collect();
+            let all = Rows::all(inputs.tokens);
             Some(self.input_moments(inputs, &all, self.threads)?)
         } else {
             None
@@ -152,7 +183,7 @@ impl LayerWork<'_> {
         &self,
         runner: &mut Runner<B>,
         inputs: &LayerInputs<'_>,
-        rows: &[Vec<u32>],
+        rows: &[Rows],
         quantized: &[Quantized],
         writer: &mut ShardWriter,
         reports: &mut Vec<MatrixReport>,
@@ -208,27 +239,35 @@ impl LayerWork<'_> {
         Factor::new(&shrunk, &self.recipe.settings(), threads)
     }
 
-    /// Calibration rows of every expert, ascending.
-    fn rows_by_expert(&self, inputs: &LayerInputs<'_>) -> Vec<Vec<u32>> {
+    /// Calibration rows of every expert.
+    fn rows_by_expert(&self, inputs: &LayerInputs<'_>) -> Vec<Rows> {
         let experts = self.text().moe.num_experts;
         if self.recipe.experts == CalibratedExperts::All {
-            return vec![(0..inputs.tokens as u32).collect(); experts];
+            return vec![Rows::all(inputs.tokens); experts];
         }
-        let mut rows = vec![Vec::new(); experts];
-        for (i, &expert) in inputs.routes.experts.iter().enumerate() {
-            rows[expert as usize].push((i / inputs.routes.top) as u32);
+        let weighted = self.recipe.weights == TokenWeights::Affinity;
+        let mut rows = vec![Rows::default(); experts];
+        let chosen = inputs.routes.experts.iter().zip(&inputs.routes.weights);
+        for (i, (&expert, &weight)) in chosen.enumerate() {
+            let rows = &mut rows[expert as usize];
+            rows.rows.push((i / inputs.routes.top) as u32);
+            if weighted {
+                rows.factors.push(weight);
+            }
         }
+        rows.iter_mut().for_each(Rows::normalize);
         rows
     }
 
     /// Second moments of the layer's inputs over some rows.
-    fn input_moments(&self, inputs: &LayerInputs<'_>, rows: &[u32], threads: usize) -> Result<Hessian> {
+    fn input_moments(&self, inputs: &LayerInputs<'_>, rows: &Rows, threads: usize) -> Result<Hessian> {
         let hidden = self.text().hidden_size;
         let mut moments = Moments::new(hidden);
-        let mut x = vec![0.0; PIECE.min(rows.len()) * hidden];
-        for piece in rows.chunks(PIECE) {
+        let mut x = vec![0.0; PIECE.min(rows.rows.len()) * hidden];
+        for (i, piece) in rows.rows.chunks(PIECE).enumerate() {
             let x = &mut x[..piece.len() * hidden];
             inputs.x.gather(piece, x)?;
+            rows.weigh(i * PIECE, x, hidden);
             moments.add(x, threads).map_err(|place| {
                 let row = piece[place.row] as usize;
                 Error::NonFinite { what: format!("layer {}: inputs of the experts", self.layer), row, col: place.col }
@@ -243,12 +282,12 @@ impl LayerWork<'_> {
         runner: &mut Runner<B>,
         inputs: &LayerInputs<'_>,
         expert: usize,
-        rows: &[u32],
+        rows: &Rows,
         quantized: &[Quantized],
     ) -> Result<Hessian> {
         let (hidden, width) = (self.text().hidden_size, self.text().moe.intermediate_size);
         let mut moments = Moments::new(width);
-        if rows.is_empty() {
+        if rows.rows.is_empty() {
             return Ok(moments.finish());
         }
         let weights: Swiglu<B> = {
@@ -257,12 +296,13 @@ impl LayerWork<'_> {
             let prefix = format!("{}mlp.experts.{expert}.", layer_prefix(self.source, self.layer));
             Loader::new(runner.backend(), &overlay, prefix).swiglu(hidden, width, hidden)?
         };
-        let mut x = vec![0.0; PIECE.min(rows.len()) * hidden];
-        let mut act = vec![0.0; PIECE.min(rows.len()) * width];
-        for piece in rows.chunks(PIECE) {
+        let mut x = vec![0.0; PIECE.min(rows.rows.len()) * hidden];
+        let mut act = vec![0.0; PIECE.min(rows.rows.len()) * width];
+        for (i, piece) in rows.rows.chunks(PIECE).enumerate() {
             let (x, act) = (&mut x[..piece.len() * hidden], &mut act[..piece.len() * width]);
             inputs.x.gather(piece, x)?;
             runner.expert_activation(&weights, x, act)?;
+            rows.weigh(i * PIECE, act, width);
             moments.add(act, self.threads).map_err(|place| Error::NonFinite {
                 what: format!("layer {}: activations of expert {expert}", self.layer),
                 row: piece[place.row] as usize,
@@ -311,4 +351,25 @@ pub(crate) fn matrix_units(method: Method, matrix: &ExpertMatrix) -> u64 {
 /// Stops when the caller says so.
 pub(crate) fn check(progress: &mut dyn Progress) -> Result<()> {
     if progress.proceed() { Ok(()) } else { Err(Error::Interrupted) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn weights_have_a_mean_of_one_and_follow_the_squared_routing_weight() {
+        let mut rows = Rows { rows: vec![3, 5, 9], factors: vec![1.0, 2.0, 0.5] };
+        rows.normalize();
+        let weights: Vec<f32> = rows.factors.iter().map(|f| f * f).collect();
+        assert!((weights.iter().sum::<f32>() - 3.0).abs() < 1e-5);
+        assert!((weights[1] / weights[0] - 4.0).abs() < 1e-5);
+        let mut values = [1.0, 1.0, 1.0, 1.0];
+        rows.weigh(1, &mut values, 2);
+        let expected = [1, 1, 2, 2].map(|i: usize| rows.factors[i].to_bits());
+        assert_eq!(values.map(f32::to_bits), expected);
+        let mut alike = [2.0, 3.0];
+        Rows::all(7).weigh(5, &mut alike, 1);
+        assert_eq!(alike.map(f32::to_bits), [2.0f32, 3.0].map(f32::to_bits));
+    }
 }
