@@ -43,6 +43,10 @@ pub(crate) enum Command {
     Synth(SynthArgs),
     /// Print one tensor of an artifact as numbers
     Dequantize(DequantizeArgs),
+    /// Add the BF16 draft (MTP) layer of a checkpoint to an artifact that lacks it
+    MergeMtp(MergeMtpArgs),
+    /// Rewrite only the quantization targets and the ignore list of an artifact's config.json
+    FixConfig(FixConfigArgs),
     /// Measure this machine
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -345,6 +349,25 @@ pub(crate) struct DequantizeArgs {
     /// Write little-endian f32 values here instead of printing a summary
     #[arg(long, value_name = "FILE")]
     pub(crate) out: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct MergeMtpArgs {
+    /// Checkpoint that has the draft layer
+    #[arg(long, value_name = "DIR")]
+    pub(crate) source: PathBuf,
+    /// Artifact that lacks it
+    #[arg(long, value_name = "DIR")]
+    pub(crate) artifact: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct FixConfigArgs {
+    /// Artifact whose config.json is rewritten (the old one is kept beside it)
+    pub(crate) artifact: PathBuf,
+    /// How config.json says what is not quantized
+    #[arg(long, value_enum, default_value = "regex")]
+    pub(crate) ignore_style: IgnoreStyle,
 }
 
 #[derive(Debug, Subcommand)]

@@ -7,6 +7,7 @@ pub(crate) mod dequantize;
 pub(crate) mod eval;
 pub(crate) mod generate;
 pub(crate) mod inspect;
+pub(crate) mod mend;
 pub(crate) mod quantize;
 pub(crate) mod synth;
 pub(crate) mod verify;

@@ -39,6 +39,8 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Eval(args) => commands::eval::run(&args, threads),
         Command::Synth(args) => commands::synth::run(&args),
         Command::Dequantize(args) => commands::dequantize::run(&args),
+        Command::MergeMtp(args) => commands::mend::merge_mtp(&args),
+        Command::FixConfig(args) => commands::mend::fix_config(&args),
         Command::Bench(BenchCommand::Kernels(args)) => commands::bench::kernels(&args, threads),
         Command::Bench(BenchCommand::Model(args)) => commands::bench::model(&args, threads),
         Command::Bench(BenchCommand::Gptq(args)) => commands::bench::gptq(&args, threads),
