@@ -76,6 +76,12 @@ pub enum Error {
         /// What is in it.
         found: String,
     },
+    /// Another run is at work in the directory.
+    #[error("`{}` is being written by another run; wait until it has ended, or give another directory", path.display())]
+    Busy {
+        /// The directory.
+        path: PathBuf,
+    },
     /// An interrupted run was made from something else.
     #[error(
         "`{}` holds an interrupted run with another {field} (then {found}, now {expected}); repeat it with the same inputs, or start anew in another directory",

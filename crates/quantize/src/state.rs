@@ -23,6 +23,8 @@ use crate::rows::RowStore;
 /// The hidden folder.
 pub(crate) const FOLDER: &str = ".quantize";
 const STATE_FILE: &str = "state.json";
+/// Held locked by the run at work; the lock goes with the process, however it ends.
+const LOCK_FILE: &str = "lock";
 
 /// What the artifact depends on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -68,39 +70,60 @@ pub(crate) enum Start {
 pub(crate) struct Run {
     directory: PathBuf,
     state: State,
+    /// Keeps other runs out of the directory.
+    _lock: fs::File,
 }
 
 impl Run {
     /// Takes possession of `directory`, or goes on with what is there if `resume` allows it.
     ///
     /// # Errors
-    /// [`Error::NotEmpty`], [`Error::OtherRun`], or what the file system says.
+    /// [`Error::NotEmpty`], [`Error::Busy`], [`Error::OtherRun`], or what the file system says.
     pub(crate) fn open(directory: &Path, inputs: Inputs, resume: bool) -> Result<Start> {
         let folder = directory.join(FOLDER);
         let fresh = State { inputs, shards: BTreeMap::new(), streams_at: None };
-        let mut found = list(directory)?;
-        if found.iter().all(|name| name == FOLDER) && (found.is_empty() || list(&folder)?.is_empty()) {
-            found.clear();
+        // Nothing besides a folder in which nothing has been begun.
+        let unused = |found: &[String]| -> Result<bool> {
+            Ok(found.iter().all(|name| name == FOLDER) && list(&folder)?.iter().all(|name| name == LOCK_FILE))
+        };
+        let refuse = |found: &[String]| {
+            let found = found.first().cloned().unwrap_or_default();
+            Err(Error::NotEmpty { path: directory.to_owned(), found })
+        };
+        let found = list(directory)?;
+        let fresh_start = unused(&found)?;
+        if !fresh_start && !resume {
+            return refuse(&found);
         }
-        if found.is_empty() {
-            fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
-            let run = Self { directory: directory.to_owned(), state: fresh };
-            run.save()?;
-            return Ok(Start::Work(Box::new(run)));
-        }
-        if !resume {
-            return Err(Error::NotEmpty { path: directory.to_owned(), found: found[0].clone() });
-        }
+        let lock = if fresh_start || folder.exists() { Some(lock(directory, &folder)?) } else { None };
+        // Another run may have come and gone before the lock was ours.
+        let found = list(directory)?;
         let path = folder.join(STATE_FILE);
-        if path.exists() {
-            let text = fs::read(&path).map_err(|e| Error::io(&path, "read", e))?;
-            let state: State =
-                serde_json::from_slice(&text).map_err(|e| Error::io(&path, "understand", std::io::Error::other(e)))?;
-            compare(directory, &fresh.inputs, &state.inputs)?;
-            let state = State { inputs: fresh.inputs, ..state };
-            let mut run = Self { directory: directory.to_owned(), state };
-            run.drop_damaged()?;
-            return Ok(Start::Work(Box::new(run)));
+        if let Some(lock) = lock {
+            if unused(&found)? {
+                let run = Self { directory: directory.to_owned(), state: fresh, _lock: lock };
+                run.save()?;
+                return Ok(Start::Work(Box::new(run)));
+            }
+            if !resume {
+                return refuse(&found);
+            }
+            if path.exists() {
+                let text = fs::read(&path).map_err(|e| Error::io(&path, "read", e))?;
+                let state: State = serde_json::from_slice(&text)
+                    .map_err(|e| Error::io(&path, "understand", std::io::Error::other(e)))?;
+                compare(directory, &fresh.inputs, &state.inputs)?;
+                let state = State { inputs: fresh.inputs, ..state };
+                let mut run = Self { directory: directory.to_owned(), state, _lock: lock };
+                run.drop_damaged()?;
+                return Ok(Start::Work(Box::new(run)));
+            }
+            // Only the beginnings of a first state file.
+            if found.iter().all(|name| name == FOLDER) {
+                let run = Self { directory: directory.to_owned(), state: fresh, _lock: lock };
+                run.save()?;
+                return Ok(Start::Work(Box::new(run)));
+            }
         }
         if directory.join("config.json").exists() && directory.join(MANIFEST_FILE).exists() {
             let manifest = Manifest::read(directory)?;
@@ -113,13 +136,7 @@ impl Run {
             remove_folder(&folder)?;
             return Ok(Start::Finished(Box::new(manifest)));
         }
-        // Only the beginnings of a first state file.
-        if found.iter().all(|name| name == FOLDER) {
-            let run = Self { directory: directory.to_owned(), state: fresh };
-            run.save()?;
-            return Ok(Start::Work(Box::new(run)));
-        }
-        Err(Error::NotEmpty { path: directory.to_owned(), found: found[0].clone() })
+        refuse(&found)
     }
 
     /// The artifact's directory.
@@ -243,6 +260,18 @@ impl Run {
             self.state.streams_at = None;
         }
         Ok(())
+    }
+}
+
+/// Makes the folder and locks it against other runs.
+fn lock(directory: &Path, folder: &Path) -> Result<fs::File> {
+    fs::create_dir_all(folder).map_err(|e| Error::io(folder, "create", e))?;
+    let path = folder.join(LOCK_FILE);
+    let file = fs::File::create(&path).map_err(|e| Error::io(&path, "create", e))?;
+    match file.try_lock() {
+        Err(fs::TryLockError::WouldBlock) => Err(Error::Busy { path: directory.to_owned() }),
+        // Where the file system has no locks, runs are as safe as the user is careful.
+        Ok(()) | Err(fs::TryLockError::Error(_)) => Ok(file),
     }
 }
 

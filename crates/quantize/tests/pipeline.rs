@@ -229,6 +229,32 @@ fn an_interrupted_run_never_looks_finished_and_resumes_to_the_same_bytes() {
     }
 }
 
+/// Starts a second run in the directory of one that is at work.
+struct Intruder<'a> {
+    source: &'a Checkpoint,
+    options: Options,
+    refused: usize,
+}
+
+impl Progress for Intruder<'_> {
+    fn phase(&mut self, _text: &str) {
+        let intrusion = run(self.source, &Recipe::default(), &self.options);
+        assert!(matches!(&intrusion, Err(Error::Busy { path }) if *path == self.options.out), "{intrusion:?}");
+        self.refused += 1;
+    }
+}
+
+#[test]
+fn two_runs_do_not_work_in_one_directory() {
+    let source = tiny();
+    let (_a, options) = fresh();
+    let resuming = Options { resume: true, ..options.clone() };
+    let mut intruder = Intruder { source: &source, options: resuming.clone(), refused: 0 };
+    quantize(Cpu::new(1), &source, &samples(&source), &Recipe::default(), &options, &mut intruder).unwrap();
+    assert!(intruder.refused > 5, "{}", intruder.refused);
+    run(&source, &Recipe::default(), &resuming).unwrap();
+}
+
 #[test]
 fn a_damaged_or_torn_shard_is_made_again() {
     let source = tiny();
