@@ -419,7 +419,8 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         out: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// Router (3.6), true f32: sigmoid scores, bias for the choice only, ties to the lower expert.
+    /// Router (3.6), true f32: sigmoid scores, bias for the choice only, ties to the lower expert. A score that is NaN comes
+    /// last in the choice and makes all weights of its row NaN, so that damaged weights do not pass for an answer.
     fn route(
         &mut self,
         rows: usize,

@@ -103,6 +103,7 @@ fn nan_scores_come_last_and_do_not_panic() {
     // A NaN bias makes one score NaN.
     let found = choice(&mut cpu, RULE, &[0.0, f32::NAN, 0.0, 0.0, 0.0], &[5.0, 9.0, 4.0, 3.0, 2.0]);
     assert_eq!(ids(&found), [0, 2, 3]);
+    assert!(found.iter().all(|c| c.1.is_nan()), "a damaged expert does not pass unseen");
 }
 
 #[test]

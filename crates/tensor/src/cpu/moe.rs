@@ -62,7 +62,12 @@ pub(super) fn route(
             isa.add(bias.as_slice(), biased);
             let chosen = &mut chosen[row * rule.top..(row + 1) * rule.top];
             choose(rule, biased, chosen);
-            weigh(rule, scores, chosen, &mut weights[row * rule.top..(row + 1) * rule.top]);
+            let weights = &mut weights[row * rule.top..(row + 1) * rule.top];
+            weigh(rule, scores, chosen, weights);
+            // The choice among the others would look healthy: a score that is no number must be seen in the result.
+            if biased.iter().any(|score| score.is_nan()) {
+                weights.fill(f32::NAN);
+            }
         }
     });
     cpu.dense.scores = scores;
