@@ -63,6 +63,10 @@ impl Header {
             if !names.insert(name.as_str()) {
                 return Err(Damage::new(Fault::DuplicateName, file, "one entry", "at least two").of(name));
             }
+            if name.chars().any(char::is_control) {
+                let found = format!("`{}`", name.escape_debug());
+                return Err(Damage::new(Fault::HeaderJson, file, "tensor names without control characters", found));
+            }
             if name == "__metadata__" {
                 metadata = parse_metadata(file, value.get())?;
             } else {

@@ -59,6 +59,12 @@ fn length_field_and_json() {
 }
 
 #[test]
+fn names_that_could_steer_a_terminal() {
+    let text = r#"{"a\u001b[31m\n":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}"#;
+    assert_eq!(fault(text, 4), Fault::HeaderJson);
+}
+
+#[test]
 fn entries() {
     let entry = |text: &str| fault(&format!("{{\"a\":{text}}}"), 4);
     for text in [
