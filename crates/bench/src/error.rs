@@ -25,12 +25,12 @@ pub enum BenchError {
     /// Templates, tokenizer or messages.
     #[error(transparent)]
     Text(#[from] TextError),
-    /// The model failed.
-    #[error("the model failed on {what}: {source}")]
+    /// The model, or something it was given, failed.
+    #[error("{what}: {source}")]
     Model {
-        /// Item or document.
+        /// Item, document or file.
         what: String,
-        /// The model's own error.
+        /// The error itself.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
     /// Two models that cannot be compared.

@@ -59,7 +59,7 @@ pub trait Completer {
 pub struct ModelText {
     /// Tokenizer and template.
     pub format: ChatFormat,
-    /// Ids that end an answer, from `generation_config.json`.
+    /// Ids that end an answer, from `generation_config.json`, or from `config.json` if there is none.
     pub stop_ids: Vec<u32>,
 }
 
@@ -70,14 +70,22 @@ impl ModelText {
     /// [`BenchError::Model`] naming a file that is missing or damaged, errors of tokenizer and template.
     pub fn read(checkpoint: &Checkpoint) -> Result<Self, BenchError> {
         let file = |name: &str| {
-            let missing = || BenchError::model(checkpoint.location(), format!("it has no {name}"));
+            let missing = || {
+                BenchError::model(
+                    checkpoint.location(),
+                    format!("it has no {name}; copy the file from the model it was made from"),
+                )
+            };
             checkpoint.file(name).ok_or_else(missing)
         };
         let tokenizer = Tokenizer::from_bytes(file("tokenizer.json")?.as_slice())?;
         let template = file("chat_template.jinja")?;
         let not_text = |error| BenchError::model("chat_template.jinja", error);
         let template = ChatTemplate::new(std::str::from_utf8(template.as_slice()).map_err(not_text)?)?;
-        let stop_ids = stop_ids(file("generation_config.json")?.as_slice())?;
+        let stop_ids = match checkpoint.file("generation_config.json") {
+            Some(text) => stop_ids(text.as_slice())?,
+            None => checkpoint.config().text.eos_token_ids.clone(),
+        };
         Ok(Self { format: ChatFormat::new(tokenizer, template), stop_ids })
     }
 }

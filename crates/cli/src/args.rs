@@ -138,10 +138,10 @@ pub(crate) struct QuantizeArgs {
     #[arg(long, value_enum, default_value = "imse")]
     pub(crate) scales: Scales,
     /// Tokens' worth of the layer's Hessian mixed into each expert's (default: the matrix's columns)
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
     pub(crate) shrink: Option<f64>,
     /// Dampening, as a fraction of the mean Hessian diagonal
-    #[arg(long, default_value_t = 0.01, value_name = "F")]
+    #[arg(long, default_value_t = 0.01, value_name = "F", allow_negative_numbers = true)]
     pub(crate) damp: f64,
     /// Which tokens an expert is calibrated on
     #[arg(long, value_enum, default_value = "routed")]
@@ -150,13 +150,13 @@ pub(crate) struct QuantizeArgs {
     #[arg(long, value_enum, default_value = "regex")]
     pub(crate) ignore_style: IgnoreStyle,
     /// Memory to use, in GiB
-    #[arg(long, value_name = "N", default_value_t = 8.0)]
+    #[arg(long, value_name = "N", default_value_t = 8.0, allow_negative_numbers = true)]
     pub(crate) budget_gib: f64,
     /// Go on with an interrupted run in --out; the result is the same, byte for byte
     #[arg(long)]
     pub(crate) resume: bool,
     /// Do as llm-compressor's defaults do: all experts see all tokens, min-max scales, dead columns zeroed
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["method", "order", "scales", "shrink", "damp", "experts"])]
     pub(crate) parity: bool,
 }
 
@@ -181,22 +181,22 @@ pub(crate) struct VerifyArgs {
 #[command(next_help_heading = "Sampling")]
 pub(crate) struct SamplingArgs {
     /// 0 is greedy (default: generation_config.json)
-    #[arg(long, value_name = "T")]
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
     pub(crate) temperature: Option<f32>,
     /// Keep the K likeliest tokens
     #[arg(long, value_name = "K")]
     pub(crate) top_k: Option<u32>,
     /// Keep the likeliest tokens that make up this probability
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub(crate) top_p: Option<f32>,
     /// Keep tokens at least this likely, relative to the likeliest
-    #[arg(long, value_name = "P")]
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub(crate) min_p: Option<f32>,
     /// Seed of the random numbers; equal seeds give equal answers
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
     /// Most tokens of an answer
-    #[arg(long, default_value_t = 512, value_name = "N")]
+    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_tokens: u32,
     /// Tokens drafted a step by the MTP layer; the answers do not depend on it
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
@@ -235,7 +235,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) tools: Option<PathBuf>,
     /// Take the prompt as it is: no chat template
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["image", "tools", "system", "no_thinking", "reasoning_effort", "chat_template"])]
     pub(crate) raw: bool,
     /// Print the parsed answer as JSON
     #[arg(long)]
@@ -289,16 +289,16 @@ pub(crate) struct EvalArgs {
     pub(crate) thinking: Thinking,
     /// Measure the KL divergence of --model from this model (without DIR: the embedded one) on the token panel, instead
     /// of tasks
-    #[arg(long, value_name = "DIR", num_args = 0..=1)]
+    #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with_all = ["task", "acceptance"])]
     pub(crate) kld_against: Option<Option<PathBuf>>,
     /// Documents for the panel (JSONL with input_ids; default: the embedded 200)
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", requires = "kld_against")]
     pub(crate) documents: Option<PathBuf>,
     /// Measure how many drafts are accepted, by position, instead of tasks
     #[arg(long)]
     pub(crate) acceptance: bool,
     /// Most new tokens an item
-    #[arg(long, default_value_t = 192, value_name = "N")]
+    #[arg(long, default_value_t = 192, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_tokens: u32,
     /// Items answered at the same time
     #[arg(long, default_value_t = 16, value_name = "N")]
@@ -334,7 +334,7 @@ pub(crate) struct SynthArgs {
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
     /// Largest shard, in GB
-    #[arg(long, default_value_t = 5.0, value_name = "GB")]
+    #[arg(long, default_value_t = 5.0, value_name = "GB", allow_negative_numbers = true)]
     pub(crate) shard_gb: f64,
 }
 

@@ -5,7 +5,9 @@
 mod args;
 mod commands;
 mod embedded;
+mod failure;
 mod open;
+mod output;
 mod progress;
 mod session;
 
@@ -18,9 +20,9 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     match run(cli) {
         Ok(code) => code,
-        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) if failure::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
-            anstream::eprintln!("{}error:{} {error:#}", progress::RED.render(), progress::RED.render_reset());
+            failure::print(&error);
             ExitCode::from(2)
         }
     }
@@ -45,11 +47,4 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(BenchCommand::Model(args)) => commands::bench::model(&args, threads),
         Command::Bench(BenchCommand::Gptq(args)) => commands::bench::gptq(&args, threads),
     }
-}
-
-/// Whether the reader of our output went away (`glimmer inspect | head`): not an error.
-fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error
-        .chain()
-        .any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe))
 }

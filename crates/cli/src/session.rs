@@ -98,6 +98,11 @@ impl Session {
         self.checkpoint.location()
     }
 
+    /// Number of token ids that can be chosen.
+    pub(crate) fn vocabulary(&self) -> usize {
+        self.generator.vocabulary()
+    }
+
     /// Builds the request for a conversation. `images` are the encoded files of its picture parts, in order.
     ///
     /// # Errors
@@ -225,13 +230,26 @@ fn sampling_params(checkpoint: &Checkpoint, args: &SamplingArgs) -> anyhow::Resu
         Some(bytes) => serde_json::from_slice(bytes.as_slice()).context("generation_config.json")?,
         None => Value::Null,
     };
-    let stored = |key: &str| file[key].as_f64().map(|x| x as f32);
-    let greedy = file["do_sample"] == Value::Bool(false);
-    let temperature = args.temperature.or_else(|| stored("temperature").filter(|_| !greedy));
+    let wrong = |key: &str, expected: &str| {
+        anyhow::anyhow!("generation_config.json: `{key}`: expected {expected}, found {}; correct the file", file[key])
+    };
+    let stored = |key: &str| match &file[key] {
+        Value::Null => Ok(None),
+        value => value.as_f64().map(|x| Some(x as f32)).ok_or_else(|| wrong(key, "a number")),
+    };
+    let top_k = match &file["top_k"] {
+        Value::Null => 0,
+        value => value.as_u64().ok_or_else(|| wrong("top_k", "a whole number from 0 up"))? as usize,
+    };
+    let greedy = match &file["do_sample"] {
+        Value::Null => false,
+        value => !value.as_bool().ok_or_else(|| wrong("do_sample", "true or false"))?,
+    };
+    let temperature = args.temperature.or(stored("temperature")?.filter(|_| !greedy));
     Ok(SamplingParams {
         temperature: temperature.unwrap_or(if greedy { 0.0 } else { 1.0 }),
-        top_p: args.top_p.or_else(|| stored("top_p")).unwrap_or(1.0),
-        top_k: args.top_k.map(|k| k as usize).or_else(|| file["top_k"].as_u64().map(|k| k as usize)).unwrap_or(0),
+        top_p: args.top_p.or(stored("top_p")?).unwrap_or(1.0),
+        top_k: args.top_k.map_or(top_k, |k| k as usize),
         min_p: args.min_p.unwrap_or(0.0),
         seed: args.seed,
         ..SamplingParams::default()

@@ -79,11 +79,15 @@ impl SamplingParams {
             }
         };
         range("temperature", self.temperature, 0.0, 2.0)?;
-        range("top_p", self.top_p, f32::MIN_POSITIVE, 1.0)?;
+        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
+            return Err(EngineError::parameter("top_p", "a number above 0 and up to 1", self.top_p));
+        }
         range("min_p", self.min_p, 0.0, 1.0)?;
         range("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
         range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;
-        range("repetition_penalty", self.repetition_penalty, f32::MIN_POSITIVE, f32::MAX)?;
+        if !(self.repetition_penalty > 0.0 && self.repetition_penalty.is_finite()) {
+            return Err(EngineError::parameter("repetition_penalty", "a number above 0", self.repetition_penalty));
+        }
         for &(token, bias) in &self.logit_bias {
             if token as usize >= vocab {
                 return Err(EngineError::parameter("logit_bias", format!("token ids below {vocab}"), token));

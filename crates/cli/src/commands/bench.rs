@@ -1,8 +1,7 @@
 //! `glimmer bench`: figures of this machine, each beside its limit from the same run.
 
-use std::{io::Write as _, path::Path, process::ExitCode};
+use std::{io::Write as _, process::ExitCode};
 
-use anyhow::Context as _;
 use glimmer_engine::{Flow, Generator, Request, Settings};
 use glimmer_quantize::bench::solve_speed;
 use glimmer_tensor::{
@@ -15,10 +14,12 @@ use serde_json::{Value, json};
 use crate::{
     args::{BenchGptqArgs, BenchJson, BenchModelArgs},
     open,
+    output::OutputFile,
 };
 
 /// CPU kernels against the machine.
 pub(crate) fn kernels(args: &BenchJson, threads: usize) -> anyhow::Result<ExitCode> {
+    let file = OutputFile::prepare_optional(args.json.as_deref())?;
     let bench = measure(&mut Cpu::new(threads), &CpuBenchPlan::default())?;
     let mut out = anstream::stdout().lock();
     writeln!(out, "{} on {} threads", bench.isa, bench.threads)?;
@@ -41,11 +42,12 @@ pub(crate) fn kernels(args: &BenchJson, threads: usize) -> anyhow::Result<ExitCo
             percent(p.int4_gflops)
         )?;
     }
-    save(args.json.as_deref(), &bench)
+    save(file, &bench)
 }
 
 /// Decode and prefill rates of a model.
 pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let file = OutputFile::prepare_optional(args.json.as_deref())?;
     let checkpoint = open::model(args.model.as_deref())?;
     let depth = if checkpoint.config().text.mtp_layer().is_some() { args.draft_depth as usize } else { 0 };
     let (prompt, new) = (args.prompt_tokens as usize, args.tokens as usize);
@@ -82,14 +84,12 @@ pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<Exi
         rows.push(json!({"sequences": sequences, "prefill_tokens_per_second": stats.prefill_rate(),
             "decode_tokens_per_second": stats.decode_rate(), "mean_acceptance_length": stats.drafts.mean_length()}));
     }
-    save(
-        args.json.as_deref(),
-        &json!({"model": checkpoint.location(), "threads": threads, "depth": depth, "rows": rows}),
-    )
+    save(file, &json!({"model": checkpoint.location(), "threads": threads, "depth": depth, "rows": rows}))
 }
 
 /// The GPTQ solve against the machine's multiply-add rate.
 pub(crate) fn gptq(args: &BenchGptqArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let file = OutputFile::prepare_optional(args.json.as_deref())?;
     let speed = solve_speed(args.columns as usize, args.rows as usize, threads);
     let mut out = anstream::stdout().lock();
     writeln!(out, "{} columns, {} rows, {} threads", speed.n, speed.rows, speed.threads)?;
@@ -103,13 +103,12 @@ pub(crate) fn gptq(args: &BenchGptqArgs, threads: usize) -> anyhow::Result<ExitC
         speed.solve_seconds,
         100.0 * speed.ratio
     )?;
-    save(args.json.as_deref(), &speed)
+    save(file, &speed)
 }
 
-fn save(path: Option<&Path>, result: &impl Serialize) -> anyhow::Result<ExitCode> {
-    if let Some(path) = path {
-        let text = serde_json::to_string_pretty(result)?;
-        std::fs::write(path, text + "\n").with_context(|| format!("cannot write {}", path.display()))?;
+fn save(file: Option<OutputFile>, result: &impl Serialize) -> anyhow::Result<ExitCode> {
+    if let Some(file) = file {
+        file.finish_json(result)?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -7,10 +7,11 @@ use std::{
     time::Instant,
 };
 
+use anyhow::Context as _;
 use glimmer_text::{Message, Role};
 
 use super::generate::{read_image, user_message};
-use crate::{args::ChatArgs, progress, session::Session};
+use crate::{args::ChatArgs, failure, progress, session::Session};
 
 const HELP: &str = "/image FILE  ask the next question about a picture\n\
                     /clear       forget the conversation\n\
@@ -28,16 +29,19 @@ pub(crate) fn run(args: &ChatArgs, threads: usize) -> anyhow::Result<ExitCode> {
     if interactive {
         writeln!(anstream::stderr(), "{bold}{}{bold:#}. /help lists the commands.", session.name())?;
     }
-    let mut line = String::new();
+    let mut bytes = Vec::new();
     loop {
         if interactive {
             write!(anstream::stderr(), "{bold}> {bold:#}")?;
         }
-        line.clear();
-        if std::io::stdin().lock().read_line(&mut line)? == 0 {
+        bytes.clear();
+        if std::io::stdin().lock().read_until(b'\n', &mut bytes).context("cannot read standard input")? == 0 {
             return Ok(ExitCode::SUCCESS);
         }
-        let text = line.trim();
+        let Ok(text) = std::str::from_utf8(&bytes).map(str::trim) else {
+            writeln!(anstream::stderr(), "this line is not UTF-8 text and was left out; ask again")?;
+            continue;
+        };
         match text.split_once(char::is_whitespace).unwrap_or((text, "")) {
             ("", _) => {}
             ("/quit" | "/exit", _) => return Ok(ExitCode::SUCCESS),
@@ -47,9 +51,10 @@ pub(crate) fn run(args: &ChatArgs, threads: usize) -> anyhow::Result<ExitCode> {
                 images.clear();
                 waiting.clear();
             }
+            ("/image", "") => writeln!(anstream::stderr(), "/image needs the name of a picture file")?,
             ("/image", file) => match read_image(Path::new(file.trim())) {
                 Ok(image) => waiting.push(image),
-                Err(error) => writeln!(anstream::stderr(), "{error:#}")?,
+                Err(error) => writeln!(anstream::stderr(), "{}", failure::explain(&error))?,
             },
             (command, _) if command.starts_with('/') && !command[1..].contains('/') => {
                 writeln!(anstream::stderr(), "{command}: no such command\n{HELP}")?;
@@ -71,11 +76,11 @@ pub(crate) fn run(args: &ChatArgs, threads: usize) -> anyhow::Result<ExitCode> {
                         writeln!(anstream::stderr(), "{dim}{}{dim:#}", session.summary(&answered, began))?;
                     }
                     // The conversation goes on as if the question had not been asked.
-                    Err(error) if crate::is_broken_pipe(&error) => return Err(error),
+                    Err(error) if failure::is_broken_pipe(&error) => return Err(error),
                     Err(error) => {
                         messages.truncate(kept_messages);
                         images.truncate(kept_images);
-                        writeln!(anstream::stderr(), "{error:#}")?;
+                        writeln!(anstream::stderr(), "{}", failure::explain(&error))?;
                     }
                 }
             }

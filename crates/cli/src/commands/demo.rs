@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use glimmer_bench::{DemoInput, DemoProgress, demo, read_documents, read_task};
 use indicatif::ProgressBar;
 
-use crate::{args::DemoArgs, embedded, open, progress};
+use crate::{args::DemoArgs, embedded, open, output::OutputFile, progress};
 
 /// Items of each task and mode.
 const ITEMS: usize = 40;
@@ -24,6 +24,10 @@ pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
     {
         bail!("--keep {}: the directory is not empty; name a new one", keep.display());
     }
+    if let Some(parent) = args.json.as_deref().and_then(Path::parent).filter(|p| !p.as_os_str().is_empty()) {
+        fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
+    }
+    let json = OutputFile::prepare_optional(args.json.as_deref())?;
     let scratch = Scratch::create()?;
     let (source, parity) = (scratch.path.join("bf16"), scratch.path.join("w4a16-parity"));
     let artifact = args.keep.clone().unwrap_or_else(|| scratch.path.join("w4a16"));
@@ -50,13 +54,8 @@ pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
     let mut bar = Bar { bar: progress::bar(1000, "") };
     let report = demo(&input, &mut bar)?;
     bar.bar.finish_and_clear();
-    if let Some(path) = &args.json {
-        let mut text = serde_json::to_string_pretty(&report)?;
-        text.push('\n');
-        if let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
-            fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
-        }
-        fs::write(path, text).with_context(|| format!("cannot write {}", path.display()))?;
+    if let Some(file) = json {
+        file.finish_json(&report)?;
     }
     writeln!(anstream::stdout(), "{}", report.page())?;
     Ok(ExitCode::from(u8::from(!report.verify.passed)))

@@ -2,19 +2,20 @@
 
 use std::{io::Write as _, process::ExitCode};
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use glimmer_checkpoint::{Checkpoint, DType, TensorData, int4};
 
-use crate::{args::DequantizeArgs, open};
+use crate::{args::DequantizeArgs, open, output::OutputFile};
 
 /// Prints a summary of a tensor, or writes all its values.
 pub(crate) fn run(args: &DequantizeArgs) -> anyhow::Result<ExitCode> {
+    let file = OutputFile::prepare_optional(args.out.as_deref())?;
     let artifact = open::model(Some(&args.artifact))?;
     let (shape, values) = values(&artifact, &args.tensor)?;
     let mut out = anstream::stdout().lock();
-    if let Some(path) = &args.out {
+    if let (Some(file), Some(path)) = (file, &args.out) {
         let bytes: Vec<u8> = values.iter().flat_map(|x| x.to_le_bytes()).collect();
-        std::fs::write(path, bytes).with_context(|| format!("cannot write {}", path.display()))?;
+        file.finish(&bytes)?;
         writeln!(out, "{}: {} values, shape {shape:?}, f32 little-endian", path.display(), values.len())?;
         return Ok(ExitCode::SUCCESS);
     }

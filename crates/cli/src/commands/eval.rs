@@ -2,7 +2,7 @@
 
 use std::{io::Write as _, path::Path, process::ExitCode};
 
-use anyhow::{Context as _, bail};
+use anyhow::bail;
 use glimmer_bench::{
     Acceptance, Document, EngineCompleter, EvalOptions, LocalAnswerer, ModelText, PanelScorer, PictureReader, Task,
     acceptance_table, divergence, divergence_table, evaluate, read_documents, read_task, task_table,
@@ -14,7 +14,9 @@ use serde_json::{Value, json};
 
 use crate::{
     args::{EvalArgs, Thinking},
-    embedded, open, progress,
+    embedded, open,
+    output::OutputFile,
+    progress,
 };
 
 /// Longest prompt with its answer.
@@ -27,14 +29,18 @@ pub(crate) fn run(args: &EvalArgs, threads: usize) -> anyhow::Result<ExitCode> {
     if args.batch == 0 {
         bail!("--batch 0: at least one item is answered at a time");
     }
+    if args.limit == Some(0) {
+        bail!("--limit 0: nothing would be measured; give at least 1, or leave it out for all");
+    }
+    let json = OutputFile::prepare_optional(args.json.as_deref())?;
     let checkpoint = open::model(args.model.as_deref())?;
     let text = ModelText::read(&checkpoint)?;
     let result = match &args.kld_against {
         Some(reference) => panel(args, &checkpoint, reference.as_deref(), &text, threads)?,
         None => tasks(args, &checkpoint, &text, threads)?,
     };
-    if let Some(path) = &args.json {
-        std::fs::write(path, format!("{result:#}\n")).with_context(|| format!("cannot write {}", path.display()))?;
+    if let Some(file) = json {
+        file.finish_json(&result)?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -47,10 +53,13 @@ fn tasks(args: &EvalArgs, checkpoint: &Checkpoint, text: &ModelText, threads: us
         bail!("--acceptance needs a model with a draft layer and a --draft-depth of at least 1");
     }
     let depth = if has_draft_layer { args.draft_depth as usize } else { 0 };
+    // Room for more sequences than there are items would only take memory.
+    let most = tasks.iter().map(|task| task.items.len()).max().unwrap_or(1);
+    let batch = args.batch.min(args.limit.unwrap_or(usize::MAX)).min(most.max(1));
     let settings = Settings {
-        sequences: args.batch,
+        sequences: batch,
         context: Some(CONTEXT_TOKENS.min(checkpoint.config().text.max_position_embeddings)),
-        rows: ROWS.max(args.batch * (depth + 1)),
+        rows: ROWS.max(batch * (depth + 1)),
         depth,
         real_vocab: Some(text.format.tokenizer().vocab_size()),
         ..Settings::default()

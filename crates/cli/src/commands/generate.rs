@@ -17,12 +17,12 @@ use crate::{args::GenerateArgs, open, progress, session::Session};
 pub(crate) fn run(args: &GenerateArgs, threads: usize) -> anyhow::Result<ExitCode> {
     let began = Instant::now();
     let text = prompt_text(&args.prompt)?;
-    if args.raw && (!args.image.is_empty() || args.tools.is_some() || args.prompting.system.is_some()) {
-        bail!("--raw takes the prompt as it is: leave out --image, --tools and --system");
-    }
     let tools = args.tools.as_deref().map(read_tools).transpose()?.unwrap_or_default();
     let images = args.image.iter().map(|path| read_image(path)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut session = Session::open(args.model.as_deref(), &args.prompting, &args.sampling, threads)?;
+    if let Some(id) = args.stop_token.iter().find(|&&id| id as usize >= session.vocabulary()) {
+        bail!("--stop-token {id}: expected a token id below {}", session.vocabulary());
+    }
     let mut request = if args.raw {
         session.raw_request(&text)?
     } else {

@@ -1,6 +1,6 @@
 //! `glimmer quantize`.
 
-use std::{io::Write as _, process::ExitCode};
+use std::{io::Write as _, path::Path, process::ExitCode};
 
 use anyhow::bail;
 use glimmer_bench::{PictureEncoder, calibration_samples, read_calibration};
@@ -17,12 +17,15 @@ use crate::{args, args::QuantizeArgs, embedded, open, progress};
 /// Makes a W4A16 artifact.
 pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCode> {
     let recipe = recipe(args);
-    let source = open::model(args.source.as_deref())?;
-    let samples = if recipe.method == Method::Rtn { Vec::new() } else { calibration(args, &source, threads)? };
+    if recipe.method == Method::Rtn && args.calib.is_some() {
+        bail!("--calib: `--method rtn` rounds without calibration; leave one of the two out");
+    }
     let budget = args.budget_gib * f64::from(1 << 30);
     if !(budget.is_finite() && budget >= 1.0) {
         bail!("--budget-gib {}: expected a positive number of GiB", args.budget_gib);
     }
+    let source = open::model(args.source.as_deref())?;
+    let samples = if recipe.method == Method::Rtn { Vec::new() } else { calibration(args, &source, threads)? };
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive and finite; saturates")]
     let options =
         Options { budget_bytes: budget as usize, threads, resume: args.resume, ..Options::new(args.out.clone()) };
@@ -46,9 +49,16 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     if fallbacks > 0 {
         writeln!(out, "{fallbacks} matrices were rounded to nearest: the report in the directory lists them")?;
     }
-    let source = args.source.as_ref().map_or(String::new(), |dir| format!(" --source {}", dir.display()));
-    writeln!(out, "next: glimmer verify --artifact {}{source}", args.out.display())?;
+    let source = args.source.as_ref().map_or(String::new(), |dir| format!(" --source {}", quoted(dir)));
+    writeln!(out, "next: glimmer verify --artifact {}{source}", quoted(&args.out))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// A path as a shell takes it.
+fn quoted(path: &Path) -> String {
+    let text = path.display().to_string();
+    let plain = |c: char| c.is_alphanumeric() || "/._-+,:@%".contains(c);
+    if text.chars().all(plain) { text } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
 fn recipe(args: &QuantizeArgs) -> Recipe {
@@ -117,5 +127,16 @@ impl Progress for Bar {
 
     fn phase(&mut self, text: &str) {
         self.bar.set_message(text.to_owned());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_are_quoted_for_the_shell() {
+        assert_eq!(quoted(Path::new("out/a-b_1.0")), "out/a-b_1.0");
+        assert_eq!(quoted(Path::new("a b/it's")), r"'a b/it'\''s'");
     }
 }

@@ -1,0 +1,69 @@
+//! How a failure is told: one line with every cause once, whatever bytes the names of a damaged file hold.
+
+use std::io::Write as _;
+
+use crate::progress::RED;
+
+/// Prints an error for people. A standard error that is closed or full is no reason to panic.
+pub(crate) fn print(error: &anyhow::Error) {
+    drop(writeln!(anstream::stderr(), "{RED}error:{RED:#} {}", explain(error)));
+}
+
+/// Whether the reader of our output went away (`glimmer inspect | head`): not an error.
+pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error
+        .chain()
+        .any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe))
+}
+
+/// The causes from the outermost to the innermost. One that already stands in the text before it is left out (many
+/// libraries quote their cause themselves); control characters, which could steer a terminal, are escaped.
+pub(crate) fn explain(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    // All other files and streams are named where they are opened.
+    if error.downcast_ref::<std::io::Error>().is_some() && error.chain().len() == 1 {
+        text.push_str("cannot write to standard output");
+    }
+    for cause in error.chain() {
+        let cause: String = cause.to_string().trim().chars().flat_map(printable).collect();
+        if text.is_empty() {
+            text = cause;
+        } else if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
+}
+
+fn printable(c: char) -> impl Iterator<Item = char> {
+    let escaped = c.is_control();
+    escaped.then(|| c.escape_default()).into_iter().flatten().chain((!escaped).then_some(c))
+}
+
+#[cfg(test)]
+mod tests {
+    use anyhow::{Context as _, anyhow};
+
+    use super::*;
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let quoted = anyhow!("no such file").context("cannot read x: no such file; look again").context("model y");
+        assert_eq!(explain(&quoted), "model y: cannot read x: no such file; look again");
+        assert_eq!(explain(&anyhow!("b").context("a")), "a: b");
+    }
+
+    #[test]
+    fn control_characters_do_not_reach_the_terminal() {
+        let error = anyhow!("tensor `evil\n\u{1b}[31mname` is missing\n");
+        assert_eq!(explain(&error), "tensor `evil\\n\\u{1b}[31mname` is missing");
+    }
+
+    #[test]
+    fn a_bare_io_error_is_that_of_standard_output() {
+        let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
+        assert!(explain(&full().into()).starts_with("cannot write to standard output: "));
+        let named = Err::<(), _>(full()).context("cannot write x").unwrap_err();
+        assert!(explain(&named).starts_with("cannot write x: "));
+    }
+}
