@@ -149,10 +149,13 @@ fn missing_and_damaged_files_are_named() {
         let changed = with_file(name, content.map(|content| content.as_bytes().to_vec()));
         ModelText::read(&changed).unwrap_err().to_string()
     };
-    for name in ["tokenizer.json", "chat_template.jinja", "generation_config.json"] {
+    for name in ["tokenizer.json", "chat_template.jinja"] {
         assert!(with(name, None).contains(&format!("it has no {name}")));
     }
     assert!(with("tokenizer.json", Some("{}")).contains("tokenizer.json"));
     assert!(with("generation_config.json", Some("{\"eos_token_id\": \"x\"}")).contains("eos_token_id"));
-    assert_eq!(ModelText::read(&checkpoint()).unwrap().stop_ids.len(), 3);
+    let stop_ids = ModelText::read(&checkpoint()).unwrap().stop_ids;
+    assert_eq!(stop_ids.len(), 3);
+    // config.json names the same ones.
+    assert_eq!(ModelText::read(&with_file("generation_config.json", None)).unwrap().stop_ids, stop_ids);
 }

@@ -80,6 +80,12 @@ impl Checkpoint {
         refuse_damage(Self::assemble("in memory".to_owned(), shards, companions)?)
     }
 
+    /// Another name for messages.
+    #[must_use]
+    pub fn located(self, location: impl Into<String>) -> Self {
+        Self { location: location.into(), ..self }
+    }
+
     fn assemble(
         location: String,
         shards: Vec<(String, Bytes)>,

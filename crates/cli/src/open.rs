@@ -29,7 +29,8 @@ pub(crate) fn embedded_model() -> anyhow::Result<Checkpoint> {
         bail!("this build has no embedded model (feature `embedded` is off): name a model directory");
     }
     let files = embedded::MODEL.iter().map(|(name, bytes)| ((*name).to_owned(), Bytes::new(*bytes))).collect();
-    Checkpoint::from_files(files).context("cannot open the embedded model")
+    let checkpoint = Checkpoint::from_files(files).context("cannot open the embedded model")?;
+    Ok(checkpoint.located("the embedded model"))
 }
 
 /// Reads a text file, naming it in the error.

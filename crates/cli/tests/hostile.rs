@@ -124,6 +124,11 @@ fn numbers_of_the_pipeline_are_checked_before_anything_is_written() {
 fn nothing_to_measure_is_refused() {
     refused(&["eval", "--limit", "0"], &["--limit 0: nothing would be measured"]);
     refused(&["eval", "--batch", "0"], &["--batch 0"]);
+    let folder = tempfile::tempdir().expect("a directory");
+    let short = folder.path().join("short.jsonl");
+    fs::write(&short, "{\"input_ids\": [5]}\n").expect("written");
+    let short = short.to_str().expect("UTF-8");
+    refused(&["eval", "--documents", short, "--kld-against"], &["no position to compare"]);
     refused(&["eval", "--task", "no-such-task"], &["--task no-such-task: neither a file nor an embedded task"]);
 }
 

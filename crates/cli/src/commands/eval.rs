@@ -108,6 +108,9 @@ fn panel(
     let reference = open::model(reference)?;
     let mut documents = documents(args.documents.as_deref())?;
     documents.truncate(args.limit.unwrap_or(usize::MAX));
+    if documents.iter().all(|d| d.ids.len() < 2) {
+        bail!("the documents have no position to compare: expected at least one with two tokens");
+    }
     let longest = documents.iter().map(|d| d.ids.len()).max().unwrap_or(1);
     let vocabulary = text.format.tokenizer().vocab_size();
     let load = |checkpoint| PanelScorer::load(Cpu::new(threads), checkpoint, vocabulary, longest);

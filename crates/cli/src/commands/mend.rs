@@ -23,7 +23,7 @@ pub(crate) fn fix_config(args: &FixConfigArgs) -> anyhow::Result<ExitCode> {
         args::IgnoreStyle::Regex => IgnoreStyle::Regex,
         args::IgnoreStyle::Dual => IgnoreStyle::Dual,
     };
-    let changed = mend::fix_config(&args.artifact, style)?;
+    let changed = mend::fix_config(&args.artifact, style.into())?;
     let what = if changed { "rewritten" } else { "right already" };
     writeln!(anstream::stdout(), "{}: targets and ignore list {what}", args.artifact.display())?;
     Ok(ExitCode::SUCCESS)
