@@ -16,7 +16,6 @@ use super::{
     simd::{
         Isa,
         index::{index_scores, pool_key},
-        norm::{layer_norm, rms_norm},
     },
     types::{LANES, require, require_equal},
 };
@@ -52,7 +51,7 @@ pub(super) fn dsa_write(
     let width = q_residual.width();
     cpu.pool.split(Chunks::new(&mut q_residual.as_mut_slice()[..rows * width], width), |row, out, _| {
         let x = &proj.row(row)[..q_lora];
-        rms_norm(isa, weights.q_norm.eps, weights.q_norm.weight.as_slice(), x, &mut out[..q_lora]);
+        isa.rms_norm(x, weights.q_norm.weight.as_slice(), weights.q_norm.eps, &mut out[..q_lora]);
     });
 
     let dsa = cache.dsa_mut(layer)?;
@@ -64,7 +63,7 @@ pub(super) fn dsa_write(
             let row = proj.row(placed.row + t);
             let to = &mut dsa.latents[(page * PAGE_TOKENS + slot) * latent..][..latent];
             let kv_norm = &weights.kv_norm;
-            rms_norm(isa, kv_norm.eps, kv_norm.weight.as_slice(), &row[q_lora..][..latent], to);
+            isa.rms_norm(&row[q_lora..][..latent], kv_norm.weight.as_slice(), kv_norm.eps, to);
 
             let Some(i) = indexer else { continue };
             let (dim, kpool) = (i.dim, i.kpool);
@@ -73,7 +72,7 @@ pub(super) fn dsa_write(
             let (key, gate) = tail[position % ring * 2 * dim..][..2 * dim].split_at_mut(dim);
             let raw = &row[q_lora + latent..];
             let (norm, bias) = (&i.k_norm, i.k_norm.bias.as_ref().map_or(&[][..], |b| b.as_slice()));
-            layer_norm(isa, norm.eps, norm.weight.as_slice(), bias, &raw[..dim], key);
+            isa.layer_norm(&raw[..dim], norm.weight.as_slice(), bias, norm.eps, key);
             gate.copy_from_slice(&raw[dim + i.heads..][..dim]);
             if (position + 1).is_multiple_of(kpool) {
                 let pools = PAGE_TOKENS / kpool;

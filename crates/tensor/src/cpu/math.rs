@@ -3,16 +3,24 @@
 //! `exp(x) = 2^n e^r` with `n = round(x / ln 2)` and `r = x - n ln 2` in two parts; `e^r` is its Taylor polynomial of degree 7
 //! (relative error below 6e-9 for `|r| <= ln 2 / 2`), and `2^n` is applied as two factors, so that results below the smallest
 //! normal number are right as well. NaN goes through.
+//!
+//! The functions here take a register of any instruction set. `simd::lanes` has each of them once more for single values,
+//! for kernels that are plain loops; a test holds the two to the same bits.
 
 use super::simd::{Isa, Kernel, Simd, vector};
 
 /// Beyond these arguments the result is 0 or infinite.
-const SMALLEST: f32 = -104.0;
-const LARGEST: f32 = 89.0;
+pub(crate) const SMALLEST: f32 = -104.0;
+pub(crate) const LARGEST: f32 = 89.0;
 
 /// `ln 2` as a part with 9 trailing zero bits (its products with `n` are exact) and the rest.
-const LN2_HIGH: f32 = f32::from_bits(0x3f31_7200);
-const LN2_LOW: f32 = (std::f64::consts::LN_2 - LN2_HIGH as f64) as f32;
+pub(crate) const LN2_HIGH: f32 = f32::from_bits(0x3f31_7200);
+pub(crate) const LN2_LOW: f32 = (std::f64::consts::LN_2 - LN2_HIGH as f64) as f32;
+
+/// The polynomial of `(e^r - 1 - r) / r^2`: its highest coefficient and the others, descending.
+pub(crate) const FIRST: f32 = 1.0 / 5040.0;
+/// As [`FIRST`].
+pub(crate) const COEFFICIENTS: [f32; 5] = [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5];
 
 /// `e^x` of each lane.
 #[inline(always)]
@@ -21,8 +29,8 @@ pub(crate) fn exp<S: Simd>(simd: S, x: S::V) -> S::V {
     let n = simd.round(simd.mul(x, simd.splat(std::f32::consts::LOG2_E)));
     let r = simd.fma(n, simd.splat(-LN2_HIGH), x);
     let r = simd.fma(n, simd.splat(-LN2_LOW), r);
-    let mut q = simd.splat(1.0 / 5040.0);
-    for c in [1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5] {
+    let mut q = simd.splat(FIRST);
+    for c in COEFFICIENTS {
         q = simd.fma(q, r, simd.splat(c));
     }
     let tail = simd.fma(simd.mul(r, r), q, r);
@@ -45,47 +53,27 @@ pub(crate) fn silu<S: Simd>(simd: S, x: S::V) -> S::V {
     simd.mul(x, sigmoid(simd, x))
 }
 
-struct Exp<'a>(&'a mut [f32]);
-impl Kernel for Exp<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        vector::map_blocks(
-            simd,
-            self.0,
+/// A kernel that replaces every value of a slice.
+macro_rules! elementwise {
+    ($name:ident, $function:ident) => {
+        struct $name<'a>(&'a mut [f32]);
+        impl Kernel for $name<'_> {
+            type Output = ();
             #[inline(always)]
-            |x| exp(simd, x),
-        );
-    }
+            fn run<S: Simd>(self, simd: S) {
+                vector::map_blocks(
+                    simd,
+                    self.0,
+                    #[inline(always)]
+                    |x| $function(simd, x),
+                );
+            }
+        }
+    };
 }
-
-struct Sigmoid<'a>(&'a mut [f32]);
-impl Kernel for Sigmoid<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        vector::map_blocks(
-            simd,
-            self.0,
-            #[inline(always)]
-            |x| sigmoid(simd, x),
-        );
-    }
-}
-
-struct Silu<'a>(&'a mut [f32]);
-impl Kernel for Silu<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<S: Simd>(self, simd: S) {
-        vector::map_blocks(
-            simd,
-            self.0,
-            #[inline(always)]
-            |x| silu(simd, x),
-        );
-    }
-}
+elementwise!(Exp, exp);
+elementwise!(Sigmoid, sigmoid);
+elementwise!(Silu, silu);
 
 struct ClampedSwiglu<'a> {
     gate: &'a mut [f32],
@@ -132,6 +120,7 @@ impl Isa {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::simd::lanes;
 
     /// The smallest f32.
     const DENORMAL: f64 = f32::from_bits(1) as f64;
@@ -195,6 +184,21 @@ mod tests {
     fn silu_is_right_to_five_ulp() {
         // The sigmoid of arguments near -100 is a few units of the smallest number, which the product makes coarser.
         check(Isa::silu, |x| x / (1.0 + (-x).exp()), 5.0, 100.0 * DENORMAL);
+    }
+
+    #[test]
+    fn single_values_have_the_bits_of_lanes() {
+        let x = arguments();
+        let pairs: [(fn(Isa, &mut [f32]), fn(f32) -> f32); 3] =
+            [(Isa::exp, lanes::exp), (Isa::sigmoid, lanes::sigmoid), (Isa::silu, lanes::silu)];
+        for (together, alone) in pairs {
+            let mut y = x.clone();
+            together(Isa::Scalar, &mut y);
+            for (x, y) in x.iter().zip(&y) {
+                let single = alone(*x);
+                assert!(single.to_bits() == y.to_bits() || (single.is_nan() && y.is_nan()), "{x}: {single} and {y}");
+            }
+        }
     }
 
     #[test]

@@ -15,7 +15,6 @@ use super::{
     Chunks, Cpu, CpuBuffer, CpuMatrix, Panels,
     simd::{
         lanes,
-        norm::rms_norm,
         stored::{Weights, dots},
         streams::{MAX_STREAMS, collapse, merge, sum_of_squares},
     },
@@ -74,7 +73,7 @@ pub(super) fn mhc(
         coefficients(mixer, &m[..count], &mut pre[..n], post, comb);
         let u = &mut collapsed[..width];
         collapse(isa, &pre[..n], s, u);
-        rms_norm(isa, norm.eps, norm.weight.as_slice(), u, &mut x[..width]);
+        isa.rms_norm(u, norm.weight.as_slice(), norm.eps, &mut x[..width]);
     });
     Ok(())
 }
@@ -132,7 +131,7 @@ pub(super) fn mhc_head(
         for v in &mut *mean {
             *v /= n as f32;
         }
-        rms_norm(isa, norm.eps, norm.weight.as_slice(), mean, &mut hidden[..width]);
+        isa.rms_norm(mean, norm.weight.as_slice(), norm.eps, &mut hidden[..width]);
     });
     Ok(())
 }

@@ -9,7 +9,6 @@ use super::{
     simd::{
         attend::{Keys, exp_shifted, scores, weighted_sum},
         gelu::gelu,
-        norm::{layer_norm, rms_norm},
     },
     types::{AlignedVec, require, require_equal},
 };
@@ -56,14 +55,14 @@ pub(super) fn vision_attention(
         for frame in 0..grid.frames {
             let first = frame * patches;
             for (i, (key, value)) in keys.chunks_exact_mut(dim).zip(values.chunks_exact_mut(dim)).enumerate() {
-                rms_norm(isa, k_norm.eps, k_norm.weight.as_slice(), part(first + i, 1), key);
+                isa.rms_norm(part(first + i, 1), k_norm.weight.as_slice(), k_norm.eps, key);
                 rotary.turn(i, key);
                 value.copy_from_slice(part(first + i, 2));
             }
             for start in (0..patches).step_by(QUERIES) {
                 let n = QUERIES.min(patches - start);
                 for (i, query) in queries.chunks_exact_mut(dim).take(n).enumerate() {
-                    rms_norm(isa, q_norm.eps, q_norm.weight.as_slice(), part(first + start + i, 0), query);
+                    isa.rms_norm(part(first + start + i, 0), q_norm.weight.as_slice(), q_norm.eps, query);
                     rotary.turn(start + i, query);
                 }
                 let p = &mut p[..n * patches];
@@ -158,7 +157,7 @@ pub(super) fn norm_gelu(cpu: &mut Cpu, rows: usize, norm: &Norm<Cpu>, x: &mut Cp
     let isa = cpu.isa;
     cpu.pool.split(Chunks::new(&mut x.as_mut_slice()[..rows * width], width.max(1)), |_, x, scratch| {
         let [normed] = scratch.floats([width]);
-        layer_norm(isa, norm.eps, norm.weight.as_slice(), bias.as_slice(), x, normed);
+        isa.layer_norm(x, norm.weight.as_slice(), bias.as_slice(), norm.eps, normed);
         for (x, v) in x.iter_mut().zip(normed) {
             *x = gelu(*v);
         }

@@ -5,7 +5,9 @@
 //! [`Simd::sum`] adds the lanes in one fixed tree, so the three give the same bits.
 //!
 //! The kernels of attention, delta rule and residual streams, which are loops over whole rows, are plain Rust over
-//! `[f32; 16]` instead ([`lanes`]), compiled three times as well: same lanes, same tree, same promise.
+//! `[f32; 16]` instead (module `lanes`), compiled three times as well: same lanes, same tree, same promise. A matrix product
+//! needs what plain Rust cannot say (unpacking INT4, prefetching, tiles of registers) and so [`Simd`]; a recurrence over rows
+//! needs nothing of it and reads better without.
 //!
 //! # Invariant
 //! Every operation of [`Simd`] is exactly rounded (IEEE) or exact, and says what it does with NaN. (Payload and sign of a NaN
@@ -23,7 +25,6 @@ pub(crate) mod delta;
 pub(crate) mod gelu;
 pub(crate) mod index;
 pub(crate) mod lanes;
-pub(crate) mod norm;
 pub(crate) mod pack;
 pub(crate) mod product;
 mod scalar;
