@@ -63,6 +63,27 @@ fn weights_widen_by_blocks_with_partial_edges() {
 }
 
 #[test]
+fn attention_and_indexer_projections_widen_like_experts() {
+    let names = ["kv_a_proj_with_mqa", "q_a_proj", "q_b_proj", "o_proj", "indexer.wk"]
+        .map(|part| format!("model.language_model.layers.3.self_attn.{part}.weight"));
+    let expert = "model.language_model.layers.3.mlp.experts.0.up_proj.weight".to_owned();
+    let names: Vec<String> = names.into_iter().chain([expert]).collect();
+    let scales: Vec<String> = names.iter().map(|name| fp8::scale_name(name)).collect();
+    let (codes, scale) = ([0x38, 0x40, 0xb8, 0x00], 3.0f32.to_le_bytes());
+    let mut tensors: Vec<(&str, DType, &[usize], &[u8])> = Vec::new();
+    for (name, of) in names.iter().zip(&scales) {
+        tensors.push((name, DType::F8E4M3, &[2, 2], &codes));
+        tensors.push((of, DType::F32, &[1, 1], &scale));
+    }
+    let checkpoint = Checkpoint::from_files(files::single(&tensors)).unwrap();
+    let expected: Vec<u8> = [3.0, 6.0, -3.0, 0.0].iter().flat_map(|&v| bf16::from_f32(v).to_le_bytes()).collect();
+    for name in &names {
+        let tensor = checkpoint.tensor(name).unwrap();
+        assert_eq!((tensor.dtype, tensor.bytes.as_slice()), (DType::Bf16, expected.as_slice()), "{name}");
+    }
+}
+
+#[test]
 fn scales_must_fit_their_weights() {
     let fault = |files| match Checkpoint::from_files(files).unwrap_err() {
         Error::Damage(damage) => (damage.fault, damage.tensor.unwrap()),

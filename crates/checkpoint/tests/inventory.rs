@@ -122,6 +122,40 @@ fn layers_that_share_a_selection_have_no_indexer() {
 }
 
 #[test]
+fn the_draft_layer_has_an_indexer_and_all_experts_of_its_own_and_no_mixers() {
+    let config = released();
+    let inventory = Inventory::bf16(&config);
+    let below = |layer: usize, part: &str| {
+        let prefix = format!("model.language_model.layers.{layer}.");
+        let tensors = inventory.tensors().iter().filter_map(|spec| spec.name.strip_prefix(&prefix));
+        tensors.filter(|name| name.starts_with(part)).count()
+    };
+    let (draft, last) = (config.text.mtp_layer().unwrap(), config.text.num_hidden_layers - 1);
+    assert_eq!(below(draft, "mlp.experts."), 3 * config.text.moe.num_experts);
+    assert_eq!(below(draft, "self_attn.indexer."), 7);
+    assert_eq!((below(last, "hc_"), below(draft, "hc_")), (6, 0));
+    assert!(
+        ["eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight"].map(|n| below(draft, n))
+            == [1; 4]
+    );
+    assert_eq!(["embed_tokens", "shared_head.head"].map(|n| below(draft, n)), [0; 2], "these are the trunk's");
+}
+
+#[test]
+fn what_must_not_be_rounded_is_stored_in_f32() {
+    let inventory = Inventory::bf16(&released());
+    let text = inventory.tensors().iter().filter(|spec| spec.group != Group::Vision);
+    let mut f32s: Vec<&str> =
+        text.filter(|s| s.dtype == DType::F32).map(|s| s.name.rsplit('.').next().unwrap()).collect();
+    f32s.sort_unstable();
+    f32s.dedup();
+    let expected = ["A_log", "dt_bias", "e_score_correction_bias"];
+    let mixers = ["hc_attn_base", "hc_attn_scale", "hc_ffn_base", "hc_ffn_scale"];
+    let expected: Vec<&str> = expected.into_iter().chain(mixers).collect();
+    assert_eq!(f32s, expected);
+}
+
+#[test]
 fn differences_are_named() {
     let checkpoint = Checkpoint::open(MICRO).unwrap();
     let mut config = checkpoint.config().clone();

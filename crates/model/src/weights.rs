@@ -4,15 +4,13 @@
 //! hands it to the backend. A matrix `X` is INT4 when the source holds `X.weight_packed`, otherwise `X.weight` as stored:
 //! the same code loads a BF16 checkpoint and a quantized artifact, and a quantizer can overlay the tensors of one layer.
 
-use glimmer_checkpoint::{Bytes, Checkpoint, Config, TensorData};
+use glimmer_checkpoint::{
+    Bytes, Checkpoint, Config, TensorData,
+    int4::{self, GROUP},
+};
 use glimmer_tensor::{Backend, Linear, MatrixSource, Norm, Swiglu};
 
 use crate::{Error, Result};
-
-/// Weights of one group share a scale.
-const GROUP_COLUMNS: usize = 128;
-/// Codes of four bits in a 32-bit word.
-const CODES_PER_WORD: usize = 8;
 
 /// Where tensors come from: a checkpoint, or an overlay over one.
 pub trait Source {
@@ -111,8 +109,8 @@ impl<'a, B: Backend> Loader<'a, B> {
     /// [`Error::Missing`], [`Error::Shape`], or what the backend says about the dtype.
     pub fn matrix(&self, name: &str, out: usize, input: usize) -> Result<B::Matrix> {
         if self.source.has(&format!("{}{name}.weight_packed", self.prefix)) {
-            let packed = self.tensor(&format!("{name}.weight_packed"), &[out, input / CODES_PER_WORD])?;
-            let scale = self.tensor(&format!("{name}.weight_scale"), &[out, input / GROUP_COLUMNS])?;
+            let packed = self.tensor(&format!("{name}.weight_packed"), &[out, int4::words(input, int4::BITS)])?;
+            let scale = self.tensor(&format!("{name}.weight_scale"), &[out, input / GROUP])?;
             return Ok(self.backend.matrix(MatrixSource::Int4 { packed: &packed, scale: &scale })?);
         }
         self.plain_matrix(&format!("{name}.weight"), out, input)

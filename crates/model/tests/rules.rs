@@ -191,6 +191,27 @@ fn the_clamp_applies_to_dense_routed_and_shared_experts_and_only_routed_weights_
 }
 
 #[test]
+fn the_output_gate_is_computed_from_the_block_input_and_is_a_sigmoid() {
+    let checkpoint = micro();
+    let text = &checkpoint.config().text;
+    let (heads, dim) = (text.kda.num_heads, text.kda.head_dim);
+    let (_, _, seen) = after(&checkpoint);
+    let prefix = format!("{}self_attn.", layer_prefix(&checkpoint, 0));
+    let [down, up] = ["g_a_proj", "g_b_proj"].map(|name| wide(&checkpoint, &format!("{prefix}{name}.weight")));
+    let norm = wide(&checkpoint, &format!("{prefix}o_norm.weight"));
+    let inputs = seen.get("layer0.input_norm").chunks(text.hidden_size);
+    for (x, core) in inputs.zip(seen.get("layer0.kda.o_norm").chunks(heads * dim)) {
+        let gate = product(&up, &product(&down, &widen(x)));
+        // Without weight and gate, every head is left with root mean square 1 (a little less by the norm's epsilon).
+        for (core, gate) in core.chunks(dim).zip(gate.chunks(dim)) {
+            let unit = core.iter().zip(gate).zip(&norm).map(|((o, z), w)| f64::from(*o) * (1.0 + (-z).exp()) / w);
+            let rms = (unit.map(|o| o * o).sum::<f64>() / dim as f64).sqrt();
+            assert!((0.9..1.00002).contains(&rms), "{rms}");
+        }
+    }
+}
+
+#[test]
 fn the_correction_bias_steers_the_choice_and_is_not_in_the_weights() {
     let checkpoint = micro();
     let text = &checkpoint.config().text;

@@ -4,8 +4,11 @@
 
 use std::path::PathBuf;
 
-use glimmer_checkpoint::Checkpoint;
-use glimmer_model::vision::{DecodeLimits, Patches, Processor, Processors, RgbImage, TowerStage, VisionTower};
+use glimmer_checkpoint::{Checkpoint, Config, TensorData};
+use glimmer_model::{
+    vision::{DecodeLimits, Patches, Processor, Processors, RgbImage, TowerStage, VisionTower},
+    weights::Source,
+};
 use glimmer_tensor::{Backend as _, PatchGrid, cpu::Cpu};
 use safetensors::SafeTensors;
 
@@ -158,6 +161,116 @@ fn micro_picture_from_png_to_features() {
         tower.forward(&mut backend, &small).unwrap();
         assert_eq!(tower.forward(&mut backend, &patches).unwrap(), features);
     }
+}
+
+/// A checkpoint whose vision tower is clamped elsewhere.
+struct Clamped(Checkpoint, Config);
+
+impl Source for Clamped {
+    fn config(&self) -> &Config {
+        &self.1
+    }
+
+    fn has(&self, name: &str) -> bool {
+        Source::has(&self.0, name)
+    }
+
+    fn tensor(&self, name: &str) -> glimmer_model::Result<TensorData> {
+        Source::tensor(&self.0, name)
+    }
+}
+
+/// What the tiny tower's stages give for a picture of noise, by their order.
+fn tower_stages(limit: Option<f32>) -> Vec<(TowerStage, Vec<f32>)> {
+    let checkpoint = Checkpoint::open(repository("data/goldens/tiny")).unwrap();
+    let mut config = checkpoint.config().clone();
+    let vision = config.vision.as_mut().unwrap();
+    vision.swiglu_limit = limit.unwrap_or(vision.swiglu_limit);
+    let (hidden, out) = (vision.hidden_size, vision.out_hidden_size);
+    let width = vision.in_channels * vision.temporal_patch_size * vision.patch_size * vision.patch_size;
+    let grid = PatchGrid { frames: 1, height: 4, width: 6 };
+    let values = (0..24 * width).map(|i| (i * 7919 % 1009) as f32 / 250.0 - 2.0).collect();
+    let mut backend = Cpu::new(1);
+    let mut tower = VisionTower::load(&backend, &Clamped(checkpoint, config)).unwrap().unwrap();
+    let mut seen = Vec::new();
+    let patches = Patches { grid, width, merge: 2, values };
+    let see = &mut |stage, backend: &Cpu, rows, buffer: &_| {
+        let columns = if matches!(stage, TowerStage::Downsample | TowerStage::Features) { out } else { hidden };
+        let mut values = vec![0.0; rows * columns];
+        for (row, values) in values.chunks_exact_mut(columns).enumerate() {
+            backend.read(buffer, row, values).unwrap();
+        }
+        seen.push((stage, values));
+    };
+    tower.forward_seen(&mut backend, &patches, see).unwrap();
+    seen
+}
+
+#[test]
+fn the_clamp_applies_to_the_vision_mlp_and_the_merger() {
+    let clamped = tower_stages(None);
+    let free = tower_stages(Some(1e9));
+    let stage = |stages: &[(TowerStage, Vec<f32>)], wanted| {
+        stages.iter().find(|(stage, _)| *stage == wanted).map(|(_, values)| values.clone()).unwrap()
+    };
+    let both = |wanted| (stage(&clamped, wanted), stage(&free, wanted));
+    let (a, b) = both(TowerStage::PatchEmbed);
+    assert_eq!(a, b);
+    // The only clamp between the patches and the end of the first block is that of its MLP.
+    let (a, b) = both(TowerStage::Block(0));
+    assert_ne!(a, b);
+
+    // The merger in f64 from what enters it.
+    let checkpoint = Checkpoint::open(repository("data/goldens/tiny")).unwrap();
+    let limit = f64::from(checkpoint.config().vision.as_ref().unwrap().swiglu_limit);
+    let merger = |name: &str| -> Vec<f64> {
+        let tensor = checkpoint.tensor(&format!("model.visual.merger.{name}")).unwrap();
+        let values = tensor.bytes.as_slice().as_chunks::<2>().0;
+        values.iter().map(|b| f64::from(half::bf16::from_le_bytes(*b).to_f32())).collect()
+    };
+    let product = |matrix: &str, x: &[f64]| -> Vec<f64> {
+        merger(matrix).chunks(x.len()).map(|row| row.iter().zip(x).map(|(w, x)| w * x).sum()).collect()
+    };
+    let (weight, bias) = (merger("post_projection_norm.weight"), merger("post_projection_norm.bias"));
+    let features = stage(&clamped, TowerStage::Features);
+    let mut changed = 0;
+    for (y, feature) in stage(&clamped, TowerStage::Downsample).chunks(weight.len()).zip(features.chunks(weight.len()))
+    {
+        let y: Vec<f64> = y.iter().map(|&v| f64::from(v)).collect();
+        let x = product("proj.weight", &y);
+        let mean = x.iter().sum::<f64>() / x.len() as f64;
+        let variance = x.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / x.len() as f64;
+        let z: Vec<f64> = x
+            .iter()
+            .zip(weight.iter().zip(&bias))
+            .map(|(v, (w, b))| gelu((v - mean) / (variance + 1e-5).sqrt() * w + b))
+            .collect();
+        let (gate, up) = (product("gate_proj.weight", &z), product("up_proj.weight", &z));
+        changed += gate.iter().filter(|g| **g > limit).count() + up.iter().filter(|u| u.abs() > limit).count();
+        let act: Vec<f64> = gate
+            .iter()
+            .zip(&up)
+            .map(|(g, u)| {
+                // One-sided on the gate.
+                let g = g.min(limit);
+                g / (1.0 + (-g).exp()) * u.clamp(-limit, limit)
+            })
+            .collect();
+        let expected: Vec<f32> = product("down_proj.weight", &act).iter().map(|&v| v as f32).collect();
+        close("feature", feature, &expected, 2e-5);
+    }
+    assert!(changed > 0, "the limit is reached in the merger");
+}
+
+/// `x/2 (1 + erf(x / sqrt 2))`, the error function as its series.
+fn gelu(x: f64) -> f64 {
+    let t = x / std::f64::consts::SQRT_2;
+    let (mut term, mut sum) = (t, t);
+    for n in 1..200 {
+        term *= -t * t / f64::from(n);
+        sum += term / f64::from(2 * n + 1);
+    }
+    x / 2.0 * (1.0 + sum * std::f64::consts::FRAC_2_SQRT_PI)
 }
 
 #[test]

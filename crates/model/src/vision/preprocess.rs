@@ -269,5 +269,18 @@ mod tests {
             let tokens = c.height / 28 * (c.width / 28);
             proptest::prop_assert!(tokens <= p.max_tokens);
         }
+
+        /// The picture on the canvas has the shape of the original, to the part of a pixel that rounding costs.
+        #[test]
+        fn the_aspect_ratio_is_kept(h in 1usize..6000, w in 1usize..6000) {
+            let c = Processor::default().canvas(h, w, 2);
+            // A side of `n` pixels may come from any scale in an interval; one scale must fit both sides.
+            let scales = |content: usize, side: usize| {
+                let least = if content == 1 { 0.0 } else { content as f64 / side as f64 };
+                least - 1e-9..(content + 1) as f64 / side as f64
+            };
+            let (tall, wide) = (scales(c.content_height, h), scales(c.content_width, w));
+            proptest::prop_assert!(tall.start < wide.end && wide.start < tall.end, "{c:?}");
+        }
     }
 }

@@ -4,15 +4,13 @@
 //! a kernel wants in another order it takes from the activations, which are re-ordered once a row.
 
 use bytemuck::{Pod, Zeroable};
+pub(crate) use glimmer_checkpoint::int4::GROUP;
 use glimmer_checkpoint::{Bytes, DType, TensorData};
 
 use crate::{Error, MatrixSource, Result};
 
 /// f32 lanes of one register of the widest instruction set, and of the order in which every sum is taken.
 pub const LANES: usize = 16;
-
-/// Columns of an INT4 group, which share one scale.
-pub const GROUP: usize = 128;
 
 /// One cache line.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]

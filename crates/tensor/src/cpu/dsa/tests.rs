@@ -13,6 +13,8 @@ use crate::{
     },
 };
 
+mod traps;
+
 const Q_LORA: usize = 24;
 const LATENT: usize = 20;
 const HEADS: usize = 3;

@@ -322,6 +322,43 @@ fn convolution_orders_its_taps_and_keeps_raw_columns() {
 }
 
 #[test]
+fn silu_follows_the_convolution_on_queries_keys_and_values() {
+    // Only the current row counts and nothing decays. Two orthogonal keys write two value channels; the third row reads them.
+    let mut layer = Layer::new(1, 32);
+    layer.conv.fill(0.0);
+    (0..96).for_each(|c| layer.conv[c * TAPS + TAPS - 1] = 1.0);
+    layer.o_norm.fill(1.0);
+    let silu = |x: f64| x * sigmoid64(x);
+    let row = |q: &[(usize, f32)], k: &[(usize, f32)], v: &[(usize, f32)], beta: f32| {
+        let mut proj = vec![0.0; 97];
+        for (start, part) in [(0, q), (32, k), (64, v)] {
+            part.iter().for_each(|&(c, x)| proj[start + c] = x);
+        }
+        proj[96] = beta;
+        (proj, [vec![-1e4; 32], vec![100.0; 32]].concat())
+    };
+    // The key of the first row has two channels, so that its direction shows whether it went through the SiLU.
+    let rows = [
+        row(&[], &[(5, 2.0), (6, -1.0)], &[(9, -0.5)], 100.0),
+        row(&[], &[(7, 3.0)], &[(10, 4.0)], 100.0),
+        row(&[(5, 1.5), (7, -2.0)], &[], &[], -100.0),
+    ];
+    let (mut cpu, mut cache) = (Cpu::new(1), layer.cache(1, 0));
+    let out = layer.run_rows(&mut cpu, KdaForm::Recurrent, &mut cache, 1, &[segment(0, 0, 3)], &rows);
+    let state = cpu.read_state(&cache, 1, 0).unwrap();
+    let length = silu(2.0).hypot(silu(-1.0));
+    for (key, x) in [(5, 2.0), (6, -1.0)] {
+        let expected = silu(x) / length * silu(-0.5);
+        assert!((f64::from(state[key * 32 + 9]) - expected).abs() < 1e-5, "key channel {key}");
+    }
+    assert!((f64::from(state[7 * 32 + 10]) - silu(4.0)).abs() < 1e-5);
+    // Outputs are normalised; what is left of the query is the ratio of its channels.
+    let read = [silu(1.5) * f64::from(state[5 * 32 + 9]), silu(-2.0) * f64::from(state[7 * 32 + 10])];
+    let found = f64::from(out[2][9]) / f64::from(out[2][10]);
+    assert!((found - read[0] / read[1]).abs() < 1e-5 * found.abs(), "{found} against {}", read[0] / read[1]);
+}
+
+#[test]
 fn a_fresh_sequence_does_not_see_the_slots_past() {
     let layer = Layer::new(2, 32);
     let mut cpu = Cpu::new(1);
@@ -365,8 +402,18 @@ fn all_devices_give_the_same_bits() {
 
 #[test]
 fn chunked_form_agrees_with_the_recurrent_one() {
-    // With dt_bias far up every decay is e^-5 and a chunk's running sum falls to -320; far down there is no decay.
-    for (dim, shift) in [(20, 0.0), (64, 0.0), (64, 200.0), (64, -200.0), (128, 0.0)] {
+    chunked_against_definition(&[(20, 0.0), (64, 0.0), (64, -200.0), (128, 0.0)]);
+}
+
+#[test]
+fn chunks_of_the_strongest_decay_do_not_overflow() {
+    // With dt_bias far up every decay is e^-5 and a chunk's running sum G falls to -320, where exp(-G) is beyond f32.
+    chunked_against_definition(&[(20, 200.0), (64, 200.0), (128, 200.0)]);
+}
+
+/// Width of a head, and what is added to `dt_bias`: far down there is no decay.
+fn chunked_against_definition(cases: &[(usize, f32)]) {
+    for &(dim, shift) in cases {
         let mut layer = Layer::new(2, dim);
         layer.dt_bias.iter_mut().for_each(|b| *b += shift);
         let rows: Vec<_> = (0..150).map(|p| layer.row(3, p)).collect();
