@@ -6,8 +6,11 @@ mod harness;
 
 use std::collections::BTreeSet;
 
-use glimmer_checkpoint::{Checkpoint, config::MlpKind};
-use glimmer_model::{At, HiddenSource, Limits, Model, Observer, SiteKind, weights::layer_prefix};
+use glimmer_checkpoint::{Bytes, Checkpoint, Config, TensorData, config::MlpKind};
+use glimmer_model::{
+    At, HiddenSource, Limits, Model, Observer, Options, SiteKind,
+    weights::{Source, layer_prefix},
+};
 use glimmer_tensor::{Backend, FeatureRow, Streams, cpu::Cpu};
 use harness::{Recorder, Sequence, close, draft_hidden, load, logits, micro, tiny};
 
@@ -190,24 +193,47 @@ fn the_clamp_applies_to_dense_routed_and_shared_experts_and_only_routed_weights_
     assert!(dense > 0 && routed > 0 && shared > 0, "the limit changed {dense}, {routed}, {shared} values");
 }
 
+/// A checkpoint in which one tensor is all zeros.
+struct Zeroed<'a>(&'a Checkpoint, String);
+
+impl Source for Zeroed<'_> {
+    fn config(&self) -> &Config {
+        self.0.config()
+    }
+
+    fn has(&self, name: &str) -> bool {
+        Source::has(self.0, name)
+    }
+
+    fn tensor(&self, name: &str) -> glimmer_model::Result<TensorData> {
+        let tensor = Source::tensor(self.0, name)?;
+        let zeros = || Bytes::new(vec![0; tensor.bytes.as_slice().len()]);
+        Ok(if name == self.1 { TensorData { bytes: zeros(), ..tensor } } else { tensor })
+    }
+}
+
 #[test]
 fn the_output_gate_is_computed_from_the_block_input_and_is_a_sigmoid() {
     let checkpoint = micro();
     let text = &checkpoint.config().text;
-    let (heads, dim) = (text.kda.num_heads, text.kda.head_dim);
     let (_, _, seen) = after(&checkpoint);
     let prefix = format!("{}self_attn.", layer_prefix(&checkpoint, 0));
     let [down, up] = ["g_a_proj", "g_b_proj"].map(|name| wide(&checkpoint, &format!("{prefix}{name}.weight")));
-    let norm = wide(&checkpoint, &format!("{prefix}o_norm.weight"));
+
+    // The same block with all gates half open.
+    let half = Zeroed(&checkpoint, format!("{prefix}g_b_proj.weight"));
+    let mut model = Model::load(Cpu::new(1), &half, limits(), Options::default()).unwrap();
+    let mut half = Recorder::new(&checkpoint);
+    model.forward(&Sequence::new(&limits(), 1).step(&TOKENS, 1), &mut half).unwrap();
+
+    let width = text.kda.num_heads * text.kda.head_dim;
     let inputs = seen.get("layer0.input_norm").chunks(text.hidden_size);
-    for (x, core) in inputs.zip(seen.get("layer0.kda.o_norm").chunks(heads * dim)) {
+    let cores = seen.get("layer0.kda.o_norm").chunks(width).zip(half.get("layer0.kda.o_norm").chunks(width));
+    for (x, (core, half)) in inputs.zip(cores) {
         let gate = product(&up, &product(&down, &widen(x)));
-        // Without weight and gate, every head is left with root mean square 1 (a little less by the norm's epsilon).
-        for (core, gate) in core.chunks(dim).zip(gate.chunks(dim)) {
-            let unit = core.iter().zip(gate).zip(&norm).map(|((o, z), w)| f64::from(*o) * (1.0 + (-z).exp()) / w);
-            let rms = (unit.map(|o| o * o).sum::<f64>() / dim as f64).sqrt();
-            assert!((0.9..1.00002).contains(&rms), "{rms}");
-        }
+        let expected: Vec<f64> =
+            half.iter().zip(&gate).map(|(o, z)| 2.0 * f64::from(*o) / (1.0 + (-z).exp())).collect();
+        close("gated output", core, &narrow(&expected), 2e-6);
     }
 }
 
