@@ -2,7 +2,7 @@
 //!
 //! [`Config`] is the *resolved* form of a `config.json`: aliases are gone, optional keys have their documented values and
 //! the layer lists are explicit. Constants of the model exist nowhere else. [`Config::parse`] is the only way in, so every
-//! value that it guarantees (see [`ConfigError`]) may be relied on downstream. Source: spec/model.md 1.
+//! value that it guarantees (see [`ConfigError`]) may be relied on downstream.
 
 mod error;
 mod object;
@@ -48,11 +48,11 @@ pub enum MlpKind {
 pub enum IndexerKind {
     /// The layer has its own indexer.
     Full,
-    /// The layer has no indexer tensors and reuses the preceding layer's selection (spec/model.md 3.5.7).
+    /// The layer has no indexer tensors and reuses the preceding layer's selection.
     Shared,
 }
 
-/// The text model (spec/model.md 1.3).
+/// The text model.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TextConfig {
     /// Width of a residual stream.
@@ -168,7 +168,7 @@ pub struct MhcConfig {
     pub sinkhorn_iters: usize,
 }
 
-/// The vision tower (spec/model.md 1.4).
+/// The vision tower.
 #[derive(Debug, Clone, PartialEq)]
 pub struct VisionConfig {
     /// Blocks.
@@ -195,7 +195,7 @@ pub struct VisionConfig {
     pub swiglu_limit: f32,
     /// Epsilon of q/k norm and the post norm.
     pub rms_norm_eps: f32,
-    /// Epsilon of norm1 and norm2 (spec/model.md 5.3: 1e-6 for the released tower, else `rms_norm_eps`).
+    /// Epsilon of norm1 and norm2 (1e-6 for the released tower, else `rms_norm_eps`).
     pub block_norm_eps: f32,
     /// Where `block_norm_eps` comes from.
     pub block_norm_eps_origin: NormEpsOrigin,

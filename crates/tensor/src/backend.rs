@@ -2,7 +2,7 @@
 //!
 //! The forward pass (`glimmer-model`) is written once over [`Backend`]. A stage is what a GPU would run as one kernel (or
 //! as one GEMM with its prologue and epilogue), not a tensor primitive. The CPU version of a stage is its readable
-//! definition. Formulas: spec/model.md, sections given at each method; list of stages: spec/kernels.md 1.6.
+//! definition. The formulas of a block stand at the top of the file of `glimmer-model` that calls its stages.
 //!
 //! # Conventions
 //! - An activation [`Backend::Buffer`] is `[rows, width]`, row-major; its element type is the backend's (f32 on the CPU).
@@ -24,8 +24,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub enum MatrixSource<'a> {
     /// BF16 or F32 as stored.
     Dense(&'a TensorData),
-    /// INT4 group-128 symmetric: `weight_packed` I32 `[out, in/8]` and `weight_scale` BF16 `[out, in/128]`
-    /// (spec/quantization.md 1).
+    /// INT4 group-128 symmetric: `weight_packed` I32 `[out, in/8]` and `weight_scale` BF16 `[out, in/128]`.
     Int4 {
         /// Packed codes.
         packed: &'a TensorData,
@@ -61,7 +60,7 @@ pub struct Linear<B: Backend> {
     pub bias: Option<B::Vector>,
 }
 
-/// Weights of `down(silu(min(gate x, limit)) * clamp(up x, -limit, limit))` (spec/model.md 3.6, 5.3).
+/// Weights of `down(silu(min(gate x, limit)) * clamp(up x, -limit, limit))`.
 #[derive(Debug)]
 pub struct Swiglu<B: Backend> {
     /// `[width, in]`.
@@ -83,7 +82,7 @@ pub struct Norm<B: Backend> {
     pub eps: f32,
 }
 
-/// One hyper-connection mixer (spec/model.md 3.2).
+/// One hyper-connection mixer.
 #[derive(Debug)]
 pub struct MhcWeights<B: Backend> {
     /// `[2n + n^2, n * hidden]`.
@@ -115,7 +114,7 @@ pub struct Streams<B: Backend> {
     pub collapsed: B::Buffer,
 }
 
-/// Weights of the fused KDA stage; the projections are [`Backend::linear`] calls (spec/model.md 3.3).
+/// Weights of the fused KDA stage; the projections are [`Backend::linear`] calls.
 #[derive(Debug)]
 pub struct KdaWeights<B: Backend> {
     /// Convolution taps of q, k, v: `[3 * heads * dim, taps]`.
@@ -134,7 +133,7 @@ pub struct KdaWeights<B: Backend> {
     pub gate_lower_bound: f32,
 }
 
-/// Which form of the delta rule [`Backend::kda`] uses (spec/model.md 3.3, 3.3.1).
+/// Which form of the delta rule [`Backend::kda`] uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KdaForm {
     /// One row at a time: the definition, bit-equal for any chunking of a prompt.
@@ -145,7 +144,7 @@ pub enum KdaForm {
     Chunked,
 }
 
-/// Weights of the DSA write stage (spec/model.md 3.4, 3.5).
+/// Weights of the DSA write stage.
 #[derive(Debug)]
 pub struct DsaWeights<B: Backend> {
     /// RMSNorm of the query residual, `[q_lora]`.
@@ -164,7 +163,7 @@ pub struct DsaWeights<B: Backend> {
     pub v_dim: usize,
 }
 
-/// Weights of the indexer's key side (spec/model.md 3.5).
+/// Weights of the indexer's key side.
 #[derive(Debug)]
 pub struct IndexerWeights<B: Backend> {
     /// LayerNorm of the key, `[index_dim]`, eps 1e-6.
@@ -192,7 +191,7 @@ pub struct DsaColumns {
     pub latent: usize,
 }
 
-/// The router's rule (spec/model.md 3.6).
+/// The router's rule.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RouterRule {
     /// Experts a token.
@@ -218,7 +217,7 @@ pub struct Experts<B: Backend> {
     pub limit: f32,
 }
 
-/// Grid of one image or frame pair: patches are in merge-block order (spec/model.md 5.2).
+/// Grid of one image or frame pair: patches are in merge-block order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PatchGrid {
     /// Attention segments (frame pairs).
@@ -311,7 +310,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
 
     // ---- text stages ----
 
-    /// *plan* Embedding rows (or image features) copied to every stream: `x[row, i] = table[token]` (3.2, 5.4).
+    /// *plan* Embedding rows (or image features) copied to every stream: `x[row, i] = table[token]`.
     fn embed(
         &mut self,
         table: &Self::Matrix,
@@ -320,7 +319,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         n: usize,
     ) -> Result<()>;
 
-    /// One mHC site (3.2): `S'[j] = post[j] y + sum_i C[i][j] S[i]` with the coefficients in `streams` when `y` is given
+    /// One mHC site: `S'[j] = post[j] y + sum_i C[i][j] S[i]` with the coefficients in `streams` when `y` is given
     /// (the previous sub-block's output); then this mixer's coefficients, the collapsed input `u`, and `x = norm(u)`.
     fn mhc(
         &mut self,
@@ -332,7 +331,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         x: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// End of the trunk: the last `S'` as in [`Backend::mhc`], then `norm(mean over streams)` (3.2, 3.7).
+    /// End of the trunk: the last `S'` as in [`Backend::mhc`], then `norm(mean over streams)`.
     fn mhc_head(
         &mut self,
         rows: usize,
@@ -352,7 +351,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         start: usize,
     ) -> Result<()>;
 
-    /// *plan* Convolution, gates, l2norm, delta rule and gated norm (3.3). `proj` is
+    /// *plan* Convolution, gates, l2norm, delta rule and gated norm. `proj` is
     /// `[q | k | v | beta logits | ...]`, `gates` is `[f | z]` (`heads * dim` each). Reads and writes the slots of KDA layer
     /// `layer`. `out` is `[rows, heads * dim]`, ready for `o_proj`.
     fn kda(
@@ -367,7 +366,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     ) -> Result<()>;
 
     /// *plan* Norms of query residual and latent, latent written to its page; index key normed, key and gate written to
-    /// the tail ring, completed pools compressed and written (3.4, 3.5). `layer` counts DSA layers. `indexer: false` skips
+    /// the tail ring, completed pools compressed and written. `layer` counts DSA layers. `indexer: false` skips
     /// the indexer part (a chained MTP row that shares the selection).
     fn dsa_write(
         &mut self,
@@ -380,7 +379,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         q_residual: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// *plan* Scores of all complete pools, top pools (ties: lower index), tail (3.5). `query` is `[index heads * dim]`
+    /// *plan* Scores of all complete pools, top pools (ties: lower index), tail. `query` is `[index heads * dim]`
     /// columns; head weights are read from `proj` as laid out for [`Backend::dsa_write`]. True f32 throughout.
     fn dsa_select(
         &mut self,
@@ -393,10 +392,10 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         selection: &mut Self::Selection,
     ) -> Result<()>;
 
-    /// `out` row `i` becomes a copy of `from` row `rows[i]` (shared selections of chained MTP rows, 4.4).
+    /// `out` row `i` becomes a copy of `from` row `rows[i]` (shared selections of chained MTP rows).
     fn copy_selection(&mut self, from: &Self::Selection, rows: &[u32], out: &mut Self::Selection) -> Result<()>;
 
-    /// *plan* Absorbed latent attention over the selection (3.4): `out` is `[rows, heads * v_dim]`, ready for `o_proj`.
+    /// *plan* Absorbed latent attention over the selection: `out` is `[rows, heads * v_dim]`, ready for `o_proj`.
     fn mla(
         &mut self,
         weights: &DsaWeights<Self>,
@@ -407,7 +406,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         out: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// `act = silu(min(gate x, limit)) * clamp(up x, -limit, limit)`, then `out = down act` (3.6, 5.3). `act` is scratch
+    /// `act = silu(min(gate x, limit)) * clamp(up x, -limit, limit)`, then `out = down act`. `act` is scratch
     /// `[rows, width]`.
     fn swiglu(
         &mut self,
@@ -419,7 +418,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         out: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// Router (3.6), true f32: sigmoid scores, bias for the choice only, ties to the lower expert. A score that is NaN comes
+    /// Router, true f32: sigmoid scores, bias for the choice only, ties to the lower expert. A score that is NaN comes
     /// last in the choice and makes all weights of its row NaN, so that damaged weights do not pass for an answer.
     fn route(
         &mut self,
@@ -432,7 +431,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     ) -> Result<()>;
 
     /// Routed and shared experts up to the activation: `act` is `[rows * top, width]` for the routed and `shared_act`
-    /// `[rows, shared width]` for the shared expert (3.6).
+    /// `[rows, shared width]` for the shared expert.
     fn moe_up(
         &mut self,
         rows: usize,
@@ -443,7 +442,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         shared_act: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// `out = sum over chosen experts of weight * down act + shared down`, summed ascending by expert, shared last (3.6).
+    /// `out = sum over chosen experts of weight * down act + shared down`, summed ascending by expert, shared last.
     fn moe_down(
         &mut self,
         rows: usize,
@@ -454,7 +453,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         out: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// *plan* Input of the MTP layer (4.1): `out = [norm(embed(token)) | norm(hidden[source[row]])]`, `[rows, 2 * hidden]`.
+    /// *plan* Input of the MTP layer: `out = [norm(embed(token)) | norm(hidden[source[row]])]`, `[rows, 2 * hidden]`.
     fn mtp_input(
         &mut self,
         table: &Self::Matrix,
@@ -465,7 +464,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         out: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// Plain residual (4.1, 5.3): `x += y` when `y` is given, then `out = norm(x)` (RMSNorm; LayerNorm with a bias).
+    /// Plain residual: `x += y` when `y` is given, then `out = norm(x)` (RMSNorm; LayerNorm with a bias).
     fn add_norm(
         &mut self,
         rows: usize,
@@ -475,7 +474,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         out: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// Logits of `rows` of `hidden` (3.7): `logits[i] = W hidden[rows[i]]`, all `vocab_size` columns, unmasked.
+    /// Logits of `rows` of `hidden`: `logits[i] = W hidden[rows[i]]`, all `vocab_size` columns, unmasked.
     fn head(
         &mut self,
         matrix: &Self::Matrix,
@@ -486,7 +485,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
 
     // ---- vision stages ----
 
-    /// q/k norm, 2-D rotary embedding and bidirectional attention inside each frame (5.3). `qkv` is `[rows, 3 * hidden]`
+    /// q/k norm, 2-D rotary embedding and bidirectional attention inside each frame. `qkv` is `[rows, 3 * hidden]`
     /// (row order q | k | v, heads inside), `out` `[rows, hidden]`.
     fn vision_attention(
         &mut self,
@@ -498,10 +497,10 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         out: &mut Self::Buffer,
     ) -> Result<()>;
 
-    /// `out[i] = [x[4i] | x[4i+1] | x[4i+2] | x[4i+3]]` for `group` = 4: the input of the downsampling matrix (5.3).
+    /// `out[i] = [x[4i] | x[4i+1] | x[4i+2] | x[4i+3]]` for `group` = 4: the input of the downsampling matrix.
     fn group_rows(&mut self, rows: usize, group: usize, x: &Self::Buffer, out: &mut Self::Buffer) -> Result<()>;
 
-    /// `x = gelu_erf(layer_norm(x))` in place (5.3).
+    /// `x = gelu_erf(layer_norm(x))` in place.
     fn norm_gelu(&mut self, rows: usize, norm: &Norm<Self>, x: &mut Self::Buffer) -> Result<()>;
 
     /// Copies row `row` of `from` to row `target` of `to` (features into the feature buffer, hidden states for drafting).

@@ -1,4 +1,4 @@
-//! From picture bytes to the features that replace placeholder embeddings (spec/model.md 5).
+//! From picture bytes to the features that replace placeholder embeddings.
 //!
 //! ```text
 //! bytes -> image (RGB) -> resize + pad + normalise -> patches -> tower -> features [tokens, hidden]

@@ -1,4 +1,4 @@
-//! A picture on its canvas, cut into patches (spec/model.md 5.1, 5.2).
+//! A picture on its canvas, cut into patches.
 //!
 //! The canvas is the smallest rectangle of whole tokens around the picture. A token covers `factor x factor` pixels
 //! (`factor = patch * merge * expand`). Pictures below the least token count are enlarged, pictures above the greatest are

@@ -1,4 +1,4 @@
-//! The vision tower: patches to features of the text model's width (spec/model.md 5.3).
+//! The vision tower: patches to features of the text model's width.
 //!
 //! ```text
 //! x = W_patch p + b

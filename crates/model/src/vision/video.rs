@@ -1,4 +1,4 @@
-//! A clip: which frames are seen, and the text that tells the model when (spec/model.md 5.5).
+//! A clip: which frames are seen, and the text that tells the model when.
 //!
 //! The model sees frame pairs. `want = seconds * fps` frames are asked for; a clip with fewer frames gives them all, spread
 //! by index, a longer one is walked by time. Afterwards frames are unique, in order and even in number (the last repeats).
