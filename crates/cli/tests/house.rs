@@ -234,6 +234,23 @@ fn constants_of_the_model_live_in_checkpoint() {
 }
 
 #[test]
+fn known_traps_have_their_tests() {
+    let page = fs::read_to_string(root().join("ARCHITECTURE.md")).expect("the page is there");
+    let (_, table) = page.split_once("## Known traps and their tests").expect("the page has the table");
+    let rows: Vec<&str> = table.lines().filter(|l| l.starts_with("| ") && l.contains(". ")).collect();
+    assert_eq!(rows.len(), 24, "one row a trap");
+    let sources: Vec<String> = sources().iter().map(|p| fs::read_to_string(p).expect("a source is text")).collect();
+    for row in rows {
+        let tests: Vec<&str> = row.rsplit('|').nth(1).expect("a second column").split('`').skip(1).step_by(2).collect();
+        assert!(!tests.is_empty(), "no test in: {row}");
+        for test in tests {
+            let definition = format!("fn {test}(");
+            assert!(sources.iter().any(|s| s.contains(&definition)), "no such test: {test}");
+        }
+    }
+}
+
+#[test]
 fn unsafe_lives_where_it_may() {
     for path in sources() {
         let relative = path.strip_prefix(root()).expect("under the root").to_string_lossy().into_owned();
