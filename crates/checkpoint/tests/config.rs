@@ -221,6 +221,7 @@ fn other_parts_of_the_file_are_checked() {
         ("/vision_config/out_hidden_size", json!(1024), "vision_config.out_hidden_size"),
         ("/vision_config/num_heads", json!(7), "vision_config.num_heads"),
         ("/vision_config/depth", Value::Null, "vision_config.depth"),
+        ("/vision_config/spatial_merge_size", json!(4), "vision_config.spatial_merge_size"),
         ("/vision_config", json!([]), "vision_config"),
         ("/text_config", json!("x"), "text_config"),
         ("/text_config/linear_attn_config/num_heads", Value::Null, "text_config.linear_attn_config.num_heads"),

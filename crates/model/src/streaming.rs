@@ -362,7 +362,7 @@ impl Window {
 ///
 /// # Errors
 /// [`Error::Token`] for an unknown id, [`Error::Length`] for a feature of another width, [`Error::Shape`] for an embedding
-/// that is neither BF16 nor F32.
+/// of another shape, or neither BF16 nor F32.
 pub fn embed_streams(source: &dyn Source, tokens: &[u32], features: &[(usize, &[f32])]) -> Result<Vec<f32>> {
     let text = &source.config().text;
     let (hidden, streams, vocab) = (text.hidden_size, text.mhc.streams, text.vocab_size);
@@ -371,6 +371,10 @@ pub fn embed_streams(source: &dyn Source, tokens: &[u32], features: &[(usize, &[
         return Err(Error::Missing { name, expected: format!("[{vocab}, {hidden}]") });
     }
     let table = source.tensor(&name)?;
+    if table.shape != [vocab, hidden] {
+        let (expected, found) = (format!("[{vocab}, {hidden}]"), format!("{:?}", table.shape));
+        return Err(Error::Shape { name, expected, found });
+    }
     let bytes = table.bytes.as_slice();
     let mut out = Vec::with_capacity(tokens.len() * streams * hidden);
     let mut features = features.iter().peekable();

@@ -169,3 +169,67 @@ impl Step {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape() -> CacheShape {
+        CacheShape {
+            kda_layers: 1,
+            kda_heads: 1,
+            kda_head_dim: 4,
+            conv_kernel: 4,
+            dsa_layers: 1,
+            latent: 4,
+            index_dim: 4,
+            kpool: 4,
+            slots: 2,
+            pages: 4,
+            max_draft: 2,
+        }
+    }
+
+    /// A chunk of 60 rows that ends behind the first page, and three rows of which two are drafts.
+    fn step() -> Step {
+        let chunk = Segment { slot: 1, position: 10, rows: 60, fold: 0, commit: 60, first_page: 0, pages: 2 };
+        let verify = Segment { slot: 0, position: 61, rows: 3, fold: 2, commit: 1, first_page: 2, pages: 1 };
+        Step {
+            tokens: vec![7; 63],
+            segments: vec![chunk, verify],
+            pages: vec![3, 0, 2],
+            logits: vec![59, 60, 61, 62],
+            features: vec![FeatureRow { row: 4, feature: 1 }, FeatureRow { row: 5, feature: 0 }],
+        }
+    }
+
+    #[test]
+    fn each_rule_of_a_step_is_checked_by_itself() {
+        assert!(step().validate(&shape()).is_ok());
+        let broken = |expected_segment: usize, part: &str, damage: fn(&mut Step)| {
+            let mut step = step();
+            damage(&mut step);
+            let Err(Error::Step { segment, rule }) = step.validate(&shape()) else {
+                unreachable!("`{part}` is not checked");
+            };
+            assert!(segment == expected_segment && rule.contains(part), "segment {segment}: {rule}");
+        };
+        broken(1, "at least one row", |s| s.segments[1].rows = 0);
+        broken(1, "the slot exists", |s| s.segments[1].slot = 2);
+        broken(1, "share a slot", |s| s.segments[1].slot = 1);
+        broken(1, "left uncommitted", |s| s.segments[1].commit = 0);
+        broken(0, "left uncommitted", |s| s.segments[0].commit = 61);
+        broken(1, "are folded", |s| s.segments[1].fold = 3);
+        broken(1, "are folded", |s| s.segments[1].position = 1);
+        broken(1, "covers the last row", |s| s.segments[1].position = 62);
+        broken(0, "covers the last row", |s| s.segments[0].position = u32::MAX);
+        broken(1, "inside the step's pages", |s| s.segments[1].first_page = 3);
+        broken(1, "inside the step's pages", |s| s.segments[1].first_page = u32::MAX);
+        broken(0, "every page exists", |s| s.pages[1] = 4);
+        broken(2, "cover the rows", |s| s.tokens.push(1));
+        broken(2, "logit rows", |s| s.logits[3] = 63);
+        broken(2, "logit rows", |s| s.logits.swap(0, 1));
+        broken(2, "feature rows", |s| s.features[1].row = 4);
+        broken(2, "feature rows", |s| s.features[1].row = 63);
+    }
+}

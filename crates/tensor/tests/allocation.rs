@@ -1,65 +1,16 @@
 //! After one step, the dense stages and the experts allocate nothing, whatever the size of later steps.
 
 #![allow(clippy::unwrap_used, reason = "a failure is a failed test")]
-#![allow(unsafe_code, reason = "a counting allocator")]
 
+mod counting;
 mod material;
 
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    cell::Cell,
-    sync::atomic::{AtomicUsize, Ordering},
-};
-
+use counting::{allocations, count_threads};
 use glimmer_tensor::{
     Backend, Columns, Cpu, Experts, Linear, Norm, RouterRule, Segment, Step, Streams, Swiglu,
     cpu::{CpuBuffer, CpuMatrix, CpuRouting, CpuVector},
 };
 use material::{Kind, Random, buffer, linear, matrix, vector};
-
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: passes everything on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
-        // SAFETY: as the caller vouches.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: as the caller vouches.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-thread_local! {
-    /// Whether the thread's allocations count: those of the test harness come at times of their own.
-    static COUNTED: Cell<bool> = const { Cell::new(false) };
-}
-
-fn count() {
-    if COUNTED.get() {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-/// Counts the allocations of all threads of a device from now on.
-fn count_threads(cpu: &Cpu) {
-    let arrived = AtomicUsize::new(0);
-    // Each task waits for the others, so every thread has one.
-    cpu.pool().run(cpu.threads(), |_, _| {
-        COUNTED.set(true);
-        arrived.fetch_add(1, Ordering::SeqCst);
-        while arrived.load(Ordering::SeqCst) < cpu.threads() {
-            std::thread::yield_now();
-        }
-    });
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 const HIDDEN: usize = 256;
 const WIDTH: usize = 128;
@@ -171,12 +122,12 @@ fn no_stage_allocates_after_the_first_step() {
     let steps: Vec<Step> = [3, 1, ROWS, 2, 17, ROWS].into_iter().map(step).collect();
     forward(&mut cpu, &model, &mut work, &steps[0], &source[..3]);
     for step in &steps {
-        let before = ALLOCATIONS.load(Ordering::Relaxed);
+        let before = allocations();
         forward(&mut cpu, &model, &mut work, step, &source[..step.rows()]);
-        assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before, "a step of {} rows", step.rows());
+        assert_eq!(allocations(), before, "a step of {} rows", step.rows());
     }
     // The counter counts.
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = allocations();
     drop(random.values(1));
-    assert!(ALLOCATIONS.load(Ordering::Relaxed) > before);
+    assert!(allocations() > before);
 }

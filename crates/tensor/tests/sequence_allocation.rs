@@ -1,63 +1,15 @@
 //! After one small step, the stages of a sequence allocate nothing, whatever the size of later steps.
 
 #![allow(clippy::unwrap_used, reason = "a failure is a failed test")]
-#![allow(unsafe_code, reason = "a counting allocator")]
 
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    cell::Cell,
-    sync::atomic::{AtomicUsize, Ordering},
-};
+mod counting;
 
+use counting::{allocations, count_threads};
 use glimmer_tensor::{
     Backend, CacheShape, Columns, Cpu, DsaColumns, DsaWeights, IndexerWeights, KdaForm, KdaWeights, MhcWeights, Norm,
     Segment, Step, Streams,
     cpu::{CpuBuffer, CpuCache, CpuMatrix, CpuSelection, CpuVector},
 };
-
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: passes everything on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count();
-        // SAFETY: as the caller vouches.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: as the caller vouches.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-thread_local! {
-    /// Whether the thread's allocations count: those of the test harness come at times of their own.
-    static COUNTED: Cell<bool> = const { Cell::new(false) };
-}
-
-fn count() {
-    if COUNTED.get() {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-    }
-}
-
-/// Counts the allocations of all threads of a device from now on.
-fn count_threads(cpu: &Cpu) {
-    let arrived = AtomicUsize::new(0);
-    // Each task waits for the others, so every thread has one.
-    cpu.pool().run(cpu.threads(), |_, _| {
-        COUNTED.set(true);
-        arrived.fetch_add(1, Ordering::SeqCst);
-        while arrived.load(Ordering::SeqCst) < cpu.threads() {
-            std::thread::yield_now();
-        }
-    });
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 const HIDDEN: usize = 48;
 const STREAMS: usize = 4;
@@ -227,12 +179,12 @@ fn later_and_larger_steps_allocate_nothing() {
     cpu.reserve(ROWS, STREAMS * HIDDEN, 192).unwrap();
     let steps = [step(&[(0, 1)]), step(&[(0, 130), (0, 20)]), step(&[(130, 3), (20, 1)]), step(&[(133, 1)])];
     run(&mut cpu, &model, &mut w, &y, &steps[0]);
-    let before = ALLOCATIONS.load(Ordering::Relaxed);
+    let before = allocations();
     for step in &steps {
         run(&mut cpu, &model, &mut w, &y, step);
     }
-    assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before);
+    assert_eq!(allocations(), before);
     // The counter counts.
     drop(values(1));
-    assert!(ALLOCATIONS.load(Ordering::Relaxed) > before);
+    assert!(allocations() > before);
 }

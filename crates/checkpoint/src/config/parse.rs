@@ -23,6 +23,9 @@ const MAX_CONTEXT: usize = 1 << 30;
 /// Most residual streams and most pixels, frames or patches a side of an acceptable file.
 const MAX_SMALL: usize = 1 << 6;
 
+/// Patches of a token, each way: the order of patches and their positions are made for it.
+const MERGE: usize = 2;
+
 const UNSUPPORTED: &str = "this program implements no other value";
 const INCONSISTENT: &str = "the file contradicts itself: take both values from the model's own config";
 
@@ -393,6 +396,10 @@ fn vision_config(o: &Object<'_>, text: &TextConfig) -> Result<VisionConfig, Conf
         let expected = format!("text_config.hidden_size ({})", text.hidden_size);
         return Err(o.invalid("out_hidden_size", expected, out_hidden_size, INCONSISTENT));
     }
+    let spatial_merge_size = o.count("spatial_merge_size", MAX_SMALL)?;
+    if spatial_merge_size != MERGE {
+        return Err(o.invalid("spatial_merge_size", MERGE.to_string(), spatial_merge_size, UNSUPPORTED));
+    }
     let rms_norm_eps = o.positive("rms_norm_eps")?;
     let (block_norm_eps, block_norm_eps_origin) = if depth == 24 && hidden_size == 1024 {
         (1e-6, NormEpsOrigin::ReleasedTower)
@@ -408,7 +415,7 @@ fn vision_config(o: &Object<'_>, text: &TextConfig) -> Result<VisionConfig, Conf
         projection_intermediate_size: o.width("projection_intermediate_size")?,
         patch_size: o.count("patch_size", MAX_SMALL)?,
         temporal_patch_size: o.count("temporal_patch_size", MAX_SMALL)?,
-        spatial_merge_size: o.count("spatial_merge_size", MAX_SMALL)?,
+        spatial_merge_size,
         in_channels: o.count("in_channels", MAX_SMALL)?,
         swiglu_limit: o.positive("swiglu_limit")?,
         rms_norm_eps,

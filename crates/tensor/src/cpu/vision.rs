@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{Error, Norm, PatchGrid, Result};
 
-/// Side of a merge block.
+/// Side of a merge block; configurations with another one are refused when they are read.
 const MERGE: usize = 2;
 
 /// Base of the rotary frequencies.
