@@ -22,15 +22,12 @@ pub struct Acceptance {
 
 impl From<&DraftCounts> for Acceptance {
     fn from(counts: &DraftCounts) -> Self {
-        let share = |part: u64, whole: u64| if whole == 0 { 0.0 } else { part as f64 / whole as f64 };
-        let steps = counts.drafted.first().copied().unwrap_or(0);
-        let pairs = counts.accepted.iter().zip(&counts.drafted);
-        let accepted: u64 = counts.accepted.iter().sum();
+        let (accepted, drafted): (u64, u64) = (counts.accepted.iter().sum(), counts.drafted.iter().sum());
         Self {
-            steps,
-            by_position: pairs.map(|(&accepted, &drafted)| share(accepted, drafted)).collect(),
-            rate: share(accepted, counts.drafted.iter().sum()),
-            mean_length: 1.0 + share(accepted, steps),
+            steps: counts.steps(),
+            by_position: (0..counts.drafted.len()).filter_map(|position| counts.rate(position)).collect(),
+            rate: if drafted == 0 { 0.0 } else { accepted as f64 / drafted as f64 },
+            mean_length: counts.mean_length(),
         }
     }
 }

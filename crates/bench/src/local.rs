@@ -186,10 +186,8 @@ fn prompt(text: &ModelText, pictures: Option<&PictureReader>, question: &Questio
     }
     let counts: Vec<usize> = encoded.iter().map(Patches::tokens).collect();
     let mut ids = text.format.expand(&prompt, &counts, &[])?;
-    let tokenizer = text.format.tokenizer();
-    // A template without a switch always opens the reasoning; closing it at once is what the switch would have done.
-    if !question.thinking && Start::of_prompt(tokenizer, &ids) == Start::Reasoning {
-        ids.push(tokenizer.added_id("</think>")?);
+    if !question.thinking {
+        text.format.close_reasoning(&mut ids)?;
     }
     Ok(Prompted { ids, pictures: encoded, stop_ids: text.stop_ids.clone(), max_tokens: question.max_tokens })
 }

@@ -128,11 +128,9 @@ impl Session {
             features.extend(picture);
         }
         let mut ids = self.text.format.expand(&prompt, &counts, &[])?;
-        let tokenizer = self.text.format.tokenizer();
         let thinking = self.variables.get("enable_thinking").and_then(Value::as_bool).unwrap_or(true);
-        // A template without a switch always opens the reasoning; closing it at once is what the switch would have done.
-        if !thinking && Start::of_prompt(tokenizer, &ids) == Start::Reasoning {
-            ids.push(tokenizer.added_id("</think>")?);
+        if !thinking {
+            self.text.format.close_reasoning(&mut ids)?;
         }
         Ok(self.request(ids, features))
     }

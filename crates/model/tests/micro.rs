@@ -11,7 +11,7 @@ use glimmer_model::{
 };
 use harness::{
     Goldens, Recorder, Sequence, argmax, close, draft_hidden, draft_logits, load, logits, micro, place_features,
-    repository, sets,
+    repository, sets, within,
 };
 
 /// Largest difference, as a part of the golden's largest value.
@@ -78,7 +78,7 @@ fn prompt(name: &str) {
                 let ids = |list: &[(u32, f32)]| list.iter().map(|c| c.0).collect::<Vec<_>>();
                 assert_eq!(ids(row), ids(&golden), "{prefix}.experts");
                 let values = |list: &[(u32, f32)]| list.iter().map(|c| c.1).collect::<Vec<_>>();
-                close(&format!("{prefix}.expert_weights"), &values(row), &values(&golden), 5e-6);
+                within(&format!("{prefix}.expert_weights"), &values(row), &values(&golden), 5e-6);
             }
         }
     }

@@ -49,11 +49,13 @@ fn check(checkpoint: &Checkpoint, seen: &Recorder, goldens: &mut Goldens, prefix
             let top = text.moe.experts_per_token;
             let experts = goldens.integers(&key);
             let weights = goldens.floats(&key.replace("indices", "weights")).values;
+            assert_eq!(seen.routings[&layer].len() * top, experts.len(), "{key}");
             for ((ours, experts), weights) in
                 seen.routings[&layer].iter().zip(experts.chunks(top)).zip(weights.chunks(top))
             {
                 let golden: HashMap<u32, f32> =
                     experts.iter().map(|&e| e as u32).zip(weights.iter().copied()).collect();
+                assert_eq!(ours.len(), golden.len(), "{key}");
                 for (expert, weight) in ours {
                     let golden = golden.get(expert).unwrap_or_else(|| panic!("{key}: expert {expert}"));
                     within(&key, &[*weight], &[*golden], WEIGHTS);

@@ -1,15 +1,13 @@
 //! Scales of the 4-bit grid, one for each row and group of columns.
 //!
 //! All rules return bfloat16 values, because that is what the artifact stores: a weight is always quantized against the
-//! stored scale. An all-zero group gets [`ZERO_SCALE`].
+//! stored scale. An all-zero group gets [`ZERO_GROUP_SCALE`].
 
+use glimmer_checkpoint::int4::ZERO_GROUP_SCALE;
 use glimmer_tensor::cpu::simd::{Isa, Kernel, Simd};
 use half::bf16;
 
 use crate::real::{MAX_CODE, MIN_CODE, Real, round_bf16};
-
-/// The scale of a group of zeros: the spacing of bfloat16 at 1.
-pub const ZERO_SCALE: f32 = 0.007_812_5;
 
 /// How scales are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -58,7 +56,7 @@ fn largest(group: &[f32]) -> f32 {
 /// The min-max scale of a range `-a..a`.
 fn from_range(a: f32) -> bf16 {
     let s = bf16::from_f32(a / 7.5);
-    if s.to_f32() > 0.0 { s } else { bf16::from_f32(ZERO_SCALE) }
+    if s.to_f32() > 0.0 { s } else { ZERO_GROUP_SCALE }
 }
 
 /// The `mse` observer. The number of ranges tried depends on the whole tensor: the search stops after five ranges in a row
@@ -189,7 +187,7 @@ mod tests {
     fn a_group_of_zeros_gets_the_spacing_of_one_under_every_rule() {
         for rule in [ScaleRule::Minmax, ScaleRule::Mse, ScaleRule::Imse] {
             let s = scales(rule, &[0.0; 128], 128, 128, Some(&[1.0; 128]));
-            assert_eq!(s, vec![bf16::from_f32(ZERO_SCALE)]);
+            assert_eq!(s, vec![ZERO_GROUP_SCALE]);
             let tiny = scales(rule, &[1.0e-41; 128], 128, 128, Some(&[1.0; 128]));
             assert!(tiny[0].to_f32() > 0.0 && tiny[0].is_finite());
         }

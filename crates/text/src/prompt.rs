@@ -11,6 +11,7 @@ use serde_json::{Map, Value};
 use crate::error::TextError;
 use crate::media::VideoFrame;
 use crate::message::{Content, Message, Part, Role};
+use crate::output::Start;
 use crate::protect::Marks;
 use crate::template::ChatTemplate;
 use crate::tokenizer::Tokenizer;
@@ -156,6 +157,18 @@ impl ChatFormat {
             }
         }
         Ok(ids)
+    }
+
+    /// Ends the reasoning that a prompt leaves open, so that the answer begins with content: what a template with a switch
+    /// for it does itself, and one without cannot.
+    ///
+    /// # Errors
+    /// [`TextError::MissingToken`] if the tokenizer has no `</think>`.
+    pub fn close_reasoning(&self, ids: &mut Vec<u32>) -> Result<(), TextError> {
+        if Start::of_prompt(&self.tokenizer, ids) == Start::Reasoning {
+            ids.push(self.tokenizer.added_id("</think>")?);
+        }
+        Ok(())
     }
 
     fn append_video(&self, index: usize, frames: &[VideoFrame], ids: &mut Vec<u32>) -> Result<(), TextError> {
