@@ -13,8 +13,6 @@ pub(crate) type Lanes = [f32; LANES];
 
 pub(crate) use crate::cpu::types::LANES;
 
-use crate::cpu::math::{COEFFICIENTS, FIRST, LARGEST, LN2_HIGH, LN2_LOW, SMALLEST};
-
 /// Defines a function that takes an [`Isa`](super::Isa) first and runs its body compiled for that instruction set.
 macro_rules! multiversion {
     ($(#[$meta:meta])* pub(crate) fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block) => {
@@ -181,51 +179,77 @@ impl Stored for F32 {
     }
 }
 
-/// `e^x` of one value: the operations of [`math::exp`](crate::cpu::math::exp), and so its bits, in a form that loops over
-/// plain values vectorise.
+/// `e^x` to about one unit in the last place: `2^n e^r` with `n` the nearest integer to `x / ln 2` and a polynomial of
+/// degree 7 in `r`. NaN stays NaN, large values give infinity, very negative ones zero.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
     // Written as comparisons that are false for NaN, so that NaN passes.
-    let x = if SMALLEST > x { SMALLEST } else { x };
-    let x = if LARGEST < x { LARGEST } else { x };
-    let n = x * std::f32::consts::LOG2_E + INTEGERS - INTEGERS;
-    let r = n.mul_add(-LN2_HIGH, x);
-    let r = n.mul_add(-LN2_LOW, r);
-    let mut q = FIRST;
-    for c in COEFFICIENTS {
-        q = q.mul_add(r, c);
+    let x = if x > 89.0 { 89.0 } else { x };
+    let x = if x < -104.0 { -104.0 } else { x };
+    // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
+    const SHIFT: f32 = 12_582_912.0;
+    let shifted = x.mul_add(std::f32::consts::LOG2_E, SHIFT);
+    let n = shifted - SHIFT;
+    let k = (shifted.to_bits() as i32).wrapping_sub(SHIFT.to_bits() as i32);
+    // ln 2 in two parts, the first with few bits.
+    let r = n.mul_add(-0.693_359_4, x);
+    let r = n.mul_add(2.121_944_4e-4, r);
+    let mut p = 1.987_569_1e-4_f32;
+    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
+        p = p.mul_add(r, c);
     }
-    let e = (r * r).mul_add(q, r) + 1.0;
-    let half = n * 0.5 + INTEGERS - INTEGERS;
-    e * power_of_two(half) * power_of_two(n - half)
+    let e = p.mul_add(r * r, r) + 1.0;
+    // 2^k in two factors: k reaches 128 and -150, beyond the exponents of normal numbers.
+    let half = k >> 1;
+    let power = |k: i32| f32::from_bits((k.wrapping_add(127) as u32) << 23);
+    e * power(half) * power(k.wrapping_sub(half))
 }
 
-/// Adding 1.5 * 2^23 rounds a small value to an integer (ties to even), which then stands in the low bits.
-const INTEGERS: f32 = 12_582_912.0;
-
-/// `2^n` for integral `n` in -126 ..= 127.
-#[inline(always)]
-fn power_of_two(n: f32) -> f32 {
-    let n = (n + INTEGERS).to_bits().wrapping_sub(INTEGERS.to_bits());
-    f32::from_bits(n.wrapping_add(127) << 23)
-}
-
-/// `1 / (1 + e^-x)`, with the bits of [`math::sigmoid`](crate::cpu::math::sigmoid).
+/// `1 / (1 + e^-x)`.
 #[inline(always)]
 pub(crate) fn sigmoid(x: f32) -> f32 {
-    let e = exp(0.0 - x.abs());
-    (if x.is_sign_negative() { e } else { 1.0 }) / (1.0 + e)
+    1.0 / (1.0 + exp(-x))
 }
 
-/// `x sigmoid(x)`, with the bits of [`math::silu`](crate::cpu::math::silu).
+/// `x sigmoid(x)`.
 #[inline(always)]
 pub(crate) fn silu(x: f32) -> f32 {
-    x * sigmoid(x)
+    x / (1.0 + exp(-x))
 }
 
 #[cfg(test)]
 mod tests {
-    use super::{Bf16, F32, LANES, Stored, dot_lanes, tree};
+    use super::{Bf16, F32, LANES, Stored, dot_lanes, exp, sigmoid, silu, tree};
+
+    #[test]
+    #[allow(clippy::float_cmp, reason = "the limits are exact")]
+    fn exp_is_right_to_two_ulp() {
+        for i in -10_400..8_900 {
+            let x = i as f32 / 100.0 + 0.001_234;
+            let expected = f64::from(x).exp();
+            let ulp = f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
+            if expected < f64::from(f32::MAX) {
+                assert!((f64::from(exp(x)) - expected).abs() <= 2.0 * ulp, "{x}: {} against {expected}", exp(x));
+            }
+        }
+        assert_eq!([exp(0.0), exp(-0.0), exp(-200.0), exp(f32::NEG_INFINITY)], [1.0, 1.0, 0.0, 0.0]);
+        assert_eq!([exp(89.0), exp(1e30), exp(f32::INFINITY)], [f32::INFINITY; 3]);
+        assert!(exp(f32::NAN).is_nan());
+    }
+
+    #[test]
+    fn sigmoid_and_silu_hold_their_limits() {
+        for i in -900..900 {
+            let x = i as f32 / 10.0;
+            let expected = 1.0 / (1.0 + (-f64::from(x)).exp());
+            // Results below the normal numbers may be zero.
+            let floor = f64::from(f32::MIN_POSITIVE);
+            assert!((f64::from(sigmoid(x)) - expected).abs() <= 1e-6 * expected + floor, "{x}");
+            let scale = f64::from(x).abs();
+            assert!((f64::from(silu(x)) - f64::from(x) * expected).abs() <= (1e-6 * expected + floor) * scale, "{x}");
+        }
+        assert!(sigmoid(f32::NAN).is_nan() && silu(f32::NAN).is_nan());
+    }
 
     #[test]
     #[allow(clippy::float_cmp, reason = "the order of the sum decides its bits")]
