@@ -1,6 +1,6 @@
 //! Blocked Cholesky factorisation `A = L L^T` in place, lower triangle, row-major.
 //!
-//! A panel of [`PANEL`] columns is factored on its diagonal block in f64 (by narrower panels in turn); the rows below are multiplied by the inverse of
+//! A panel of `PANEL` columns is factored on its diagonal block in f64 (by narrower panels in turn); the rows below are multiplied by the inverse of
 //! that block, and the rest of the matrix is updated with one matrix product, which is where nearly all the work lies
 //! (`n^3 / 3` operations). No inverse of the whole matrix is ever formed: the GPTQ recursion needs only `L` (module
 //! [`gptq`](crate::gptq)).

@@ -1,6 +1,6 @@
 //! Second moments `H = sum over tokens of x x^T` of a matrix's inputs.
 //!
-//! [`Moments`] gathers them, upper triangle only; [`Hessian`] is the finished matrix. Tokens are added in the caller's order in products of at most [`CHUNK`] rows,
+//! [`Moments`] gathers them, upper triangle only; [`Hessian`] is the finished matrix. Tokens are added in the caller's order in products of at most `CHUNK` rows,
 //! so that the sum is the same for any number of threads. Narrow matrices accumulate in f64, wide ones in f32.
 
 use glimmer_tensor::gemm::{Region, Sign, View, gemm};

@@ -9,7 +9,7 @@
 //! | [`mend`] | repairs of artifacts that other tools made |
 //! | [`report`] | what was done, matrix by matrix |
 //! | [`hessian`], [`cholesky`], [`gptq`], [`scales`], [`rtn`], [`real`] | the solver, on plain slices |
-//! | [`bench`] | the solver's speed |
+//! | [`mod@bench`] | the solver's speed |
 
 #![forbid(unsafe_code)]
 
