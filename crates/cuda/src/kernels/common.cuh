@@ -1,0 +1,89 @@
+// What all kernels share: types, conversions, sums of a fixed order, the tensor-core product.
+// Sums are trees of a shape that depends on the number of threads alone, so a result does not depend on the launch.
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+#define DEVICE static __device__ __forceinline__
+#define KERNEL extern "C" __global__ void
+#define FULL 0xffffffffu
+#define INFINITY __int_as_float(0x7f800000)
+
+DEVICE float widen(u16 x) { return __uint_as_float((u32)x << 16); }
+DEVICE float widen_low(u32 x) { return __uint_as_float(x << 16); }
+DEVICE float widen_high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
+
+// Two f32 to a pair of bf16, `low` in the lower half, nearest even.
+DEVICE u32 narrow(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
+DEVICE int min_of(int a, int b) { return a < b ? a : b; }
+DEVICE int max_of(int a, int b) { return a > b ? a : b; }
+
+// 1 / (1 + e^-x), accurate on both sides.
+DEVICE float sigmoid(float x) {
+    float e = expf(-fabsf(x));
+    return (x < 0.0f ? e : 1.0f) / (1.0f + e);
+}
+
+DEVICE float silu(float x) { return x * sigmoid(x); }
+
+// silu(min(gate, limit)) * clamp(up, -limit, limit); NaN passes.
+DEVICE float clamped_swiglu(float gate, float up, float limit) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+    return silu(gate) * up;
+}
+
+DEVICE float warp_sum(float v) {
+#pragma unroll
+    for (int d = 16; d > 0; d >>= 1) v += __shfl_xor_sync(FULL, v, d);
+    return v;
+}
+
+// Sum over a block of `THREADS`, in every thread. `room` holds THREADS / 32 floats and is free again afterwards.
+template <int THREADS>
+DEVICE float block_sum(float v, float *room) {
+    v = warp_sum(v);
+    if ((threadIdx.x & 31) == 0) room[threadIdx.x >> 5] = v;
+    __syncthreads();
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < THREADS / 32; w++) sum += room[w];
+    __syncthreads();
+    return sum;
+}
+
+// 16 bytes that are read once: they bypass the first-level cache.
+DEVICE uint4 load_stream(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "l"(p));
+    return v;
+}
+
+DEVICE uint4 load_cached(const void *p) {
+    uint4 v;
+    asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+// c += a b: a 16 x 16 and b 16 x 8 in bf16, c in f32. Lane (g, t) = (lane / 4, lane % 4) holds of `a` the rows g and g + 8,
+// of `b` the column g and of `c` the rows g, g + 8 at the columns 2 t, 2 t + 1.
+DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// A segment of the step as uploaded: see `step.rs`.
+struct Segment {
+    u32 slot, position, rows, fold, commit, first_page, first_row, pages;
+};

@@ -1,0 +1,132 @@
+// Dense stages that are not tensor-core products: splitting activations, f32 dot products, embedding, norms, copies.
+#include "common.cuh"
+
+// x[row, start ..] to planes high + low in bf16, [rows, pitch] each, zero beyond `columns`. `list` names the rows.
+KERNEL split(const float *x, int stride, int start, int columns, int pitch, const u32 *list, u16 *planes, u64 plane) {
+    const int row = blockIdx.y, column = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (column >= pitch) return;
+    const float *from = x + (u64)(list ? list[row] : row) * stride + start;
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = column + i < columns ? from[column + i] : 0.0f;
+    const u32 h0 = narrow(v[0], v[1]), h1 = narrow(v[2], v[3]);
+    const u32 l0 = narrow(v[0] - widen_low(h0), v[1] - widen_high(h0));
+    const u32 l1 = narrow(v[2] - widen_low(h1), v[3] - widen_high(h1));
+    u16 *to = planes + (u64)row * pitch + column;
+    *(uint2 *)to = make_uint2(h0, h1);
+    *(uint2 *)(to + plane) = make_uint2(l0, l1);
+}
+
+// One weight of a stored row.
+DEVICE float stored(const u8 *row, int bf16, int k) {
+    return bf16 ? widen(((const u16 *)row)[k]) : ((const float *)row)[k];
+}
+
+// y[row, out] = W[out] . x[row] (+ bias) in true f32, a warp an output and four rows: lane l sums the columns l, l + 32, ...
+KERNEL dot(const float *x, int x_stride, int start, int rows, const u8 *w, int bf16, int w_pitch, int outputs, int columns,
+           const float *bias, const u32 *list, float *y, int y_stride) {
+    const int lane = threadIdx.x & 31, out = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), first = 4 * blockIdx.y;
+    if (out >= outputs) return;
+    const u8 *weights = w + (u64)out * w_pitch * (bf16 ? 2 : 4);
+    const float *from[4];
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        int row = min_of(first + r, rows - 1);
+        from[r] = x + (u64)(list ? list[row] : row) * x_stride + start;
+    }
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll 4
+    for (int k = lane; k < columns; k += 32) {
+        const float v = stored(weights, bf16, k);
+#pragma unroll
+        for (int r = 0; r < 4; r++) sum[r] = fmaf(v, from[r][k], sum[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < 4; r++) {
+        sum[r] = warp_sum(sum[r]);
+        if (lane == 0 && first + r < rows) y[(u64)(first + r) * y_stride + out] = sum[r] + (bias ? bias[out] : 0.0f);
+    }
+}
+
+// streams[row, i] = table[token] or an image feature.
+KERNEL embed(const u32 *tokens, const int *feature, const u8 *table, int bf16, int pitch, const float *features,
+             int feature_stride, float *streams, int stride, int n, int hidden) {
+    const int row = blockIdx.y, column = blockIdx.x * blockDim.x + threadIdx.x;
+    if (column >= hidden) return;
+    const int image = feature[row];
+    const float v = image >= 0 ? features[(u64)image * feature_stride + column]
+                               : stored(table + (u64)tokens[row] * pitch * (bf16 ? 2 : 4), bf16, column);
+    for (int i = 0; i < n; i++) streams[(u64)row * stride + i * hidden + column] = v;
+}
+
+// RMS norm of a row by a block.
+DEVICE float inverse_rms(const float *x, int width, float eps, float *room) {
+    float sum = 0.0f;
+    for (int i = threadIdx.x; i < width; i += 256) sum = fmaf(x[i], x[i], sum);
+    return 1.0f / sqrtf(block_sum<256>(sum, room) / width + eps);
+}
+
+// x += y (when given), out = norm(x): RMSNorm, LayerNorm with a bias, GELU after the norm when `gelu`.
+KERNEL add_norm(float *x, int x_stride, const float *y, int y_stride, const float *weight, const float *bias, float eps,
+                int width, int gelu, float *out, int out_stride) {
+    __shared__ float room[8];
+    float *row = x + (u64)blockIdx.x * x_stride, *to = out + (u64)blockIdx.x * out_stride;
+    if (y) {
+        const float *add = y + (u64)blockIdx.x * y_stride;
+        for (int i = threadIdx.x; i < width; i += 256) row[i] += add[i];
+        __syncthreads();
+    }
+    float mean = 0.0f;
+    if (bias) {
+        float sum = 0.0f;
+        for (int i = threadIdx.x; i < width; i += 256) sum += row[i];
+        mean = block_sum<256>(sum, room) / width;
+    }
+    float square = 0.0f;
+    for (int i = threadIdx.x; i < width; i += 256) square = fmaf(row[i] - mean, row[i] - mean, square);
+    const float scale = 1.0f / sqrtf(block_sum<256>(square, room) / width + eps);
+    for (int i = threadIdx.x; i < width; i += 256) {
+        const float v = (row[i] - mean) * scale;
+        float r = bias ? fmaf(v, weight[i], bias[i]) : v * weight[i];
+        if (gelu) r = (float)(0.5 * (double)r * erfc(-(double)r * 0.70710678118654752440));
+        to[i] = r;
+    }
+}
+
+// out = [norm(table[token]) | norm(hidden[source])].
+KERNEL mtp_input(const u32 *tokens, const u8 *table, int bf16, int pitch, const float *enorm, float e_eps,
+                 const float *hnorm, float h_eps, const float *hidden, int hidden_stride, const u32 *source, float *out,
+                 int out_stride, int width) {
+    __shared__ float room[8];
+    const int row = blockIdx.x;
+    float *to = out + (u64)row * out_stride;
+    const u8 *from = table + (u64)tokens[row] * pitch * (bf16 ? 2 : 4);
+    for (int i = threadIdx.x; i < width; i += 256) to[i] = stored(from, bf16, i);
+    __syncthreads();
+    float scale = inverse_rms(to, width, e_eps, room);
+    for (int i = threadIdx.x; i < width; i += 256) to[i] = to[i] * scale * enorm[i];
+    const float *h = hidden + (u64)source[row] * hidden_stride;
+    scale = inverse_rms(h, width, h_eps, room);
+    for (int i = threadIdx.x; i < width; i += 256) to[width + i] = h[i] * scale * hnorm[i];
+}
+
+// Raw INT4 rows (eight columns a word, lowest nibble first) to the layout of the products; see gemm.cu.
+KERNEL pack_int4(const u32 *raw, const u16 *scale, int outputs, int columns, u32 *packed, u16 *packed_scale) {
+    const int words = columns / 8, groups = columns / 128;
+    const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (at >= (u64)outputs * words) return;
+    const int row = at / words, word = at % words, group = word / 16, i = (word % 16) / 4, t = word % 4;
+    const u32 w = raw[at];
+    u32 v = 0;
+#pragma unroll
+    for (int p = 0; p < 4; p++) v |= ((w >> (8 * p)) & 15) << (4 * p) | ((w >> (8 * p + 4)) & 15) << (4 * p + 16);
+    packed[(((u64)(row / 8) * groups + group) * 32 + 4 * (row % 8) + t) * 4 + i] = v;
+    if (word % 16 == 0) packed_scale[((u64)(row / 8) * groups + group) * 8 + row % 8] = scale[(u64)row * groups + group];
+}
+
+// to[i] = from[rows[i]] of words; the lengths go along.
+KERNEL copy_lists(const u32 *from, const u32 *from_len, const u32 *rows, int width, u32 *to, u32 *to_len) {
+    const u32 row = rows[blockIdx.x];
+    for (int i = threadIdx.x; i < width; i += blockDim.x) to[(u64)blockIdx.x * width + i] = from[(u64)row * width + i];
+    if (threadIdx.x == 0) to_len[blockIdx.x] = from_len[row];
+}

@@ -1,0 +1,286 @@
+// y[token, out] = W x with W stored as BF16 or INT4 (group 128), x as two bf16 planes, sums in f32.
+//
+// The weights are the tensor core's A operand (16 outputs), the tokens its B operand (8 tokens): few tokens cost no padding,
+// and a token's sum is taken in the same order whatever stands beside it.
+//
+// x = high + low (both bf16) carries 16 to 17 bits of an f32 activation; weights are exact in bf16, INT4 codes too. A
+// group of 128 columns is summed from zero by the tensor core and then added (INT4: times the row's scale) in f32.
+//
+// Physical order of columns: in each block of 32, lane t of a quarter-warp takes columns 8 t .. 8 t + 7, in one 16-byte load of
+// a stored row and of an activation plane alike. The order inside a sum is free, so nothing is shuffled.
+//
+// INT4 layout [out / 8][columns / 128][32 lanes][4 words]: word i of lane (g, t) holds row g, columns 32 i + 8 t .. + 7; its
+// nibble p is column 2 p, nibble p + 4 column 2 p + 1, so that a shift and a mask give a pair of bf16. Scales
+// [out / 8][columns / 128][8] bf16.
+//
+// Compile-time constants: INT4, SWIGLU (rows of two matrices interleaved by 8, activation applied), GROUPED (work items
+// name an expert and a run of a token list), NT (tiles of 8 tokens), WK (warps along K; the others along outputs).
+#include "common.cuh"
+
+#define WARPS 4
+#define WM (WARPS / WK)
+#define TOKENS (8 * NT)
+#define TILE 32
+#if INT4
+#define DEPTH (NT <= 1 ? 3 : (NT <= 2 ? 2 : 1))
+#else
+#define DEPTH (NT <= 1 ? 3 : (NT <= 2 ? 2 : 1))
+#endif
+#define MIN_BLOCKS (NT <= 2 ? 4 : (NT <= 4 ? 3 : 2))
+
+// Where an expert's matrices are.
+struct Weights {
+    const u8 *gate, *gate_scale, *up, *up_scale, *down, *down_scale;
+};
+
+struct Item {
+    u32 expert, first, count;
+};
+
+struct Args {
+    const u8 *w0, *s0, *w1, *s1;  // ungrouped: the matrix (SWIGLU: gate and up) and scales
+    const Weights *table;         // grouped
+    const Item *items;
+    const u32 *item_count;
+    const u32 *list;        // grouped: choices by expert
+    const u16 *x;           // high plane [rows, pitch]; the low one follows after `plane` elements
+    const float *b0, *b1;   // biases or null
+    float *y;               // output, or with `y_plane` the high plane of a split output
+    u64 plane, y_plane;
+    int rows, outputs, columns, pitch, w_pitch, y_stride, divisor, down;
+    float limit;
+};
+
+DEVICE void unpack(u32 w, uint4 &d) {
+    const u32 mask = 0x000f000fu, base = 0x43004300u, one = 0x3f803f80u, minus = 0xc308c308u;
+    u32 v[4];
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+        u32 s = w >> (4 * p);
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v[p]) : "r"(s), "r"(mask), "r"(base));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v[p]) : "r"(v[p]), "r"(one), "r"(minus));
+    }
+    d = make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+// Products of 32 columns: `a` holds the four row tiles, `b` a token tile's planes.
+DEVICE void multiply(float (&c)[2][4], const uint4 (&a)[4], uint4 b) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        mma(c[i], a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b.x, b.y);
+        mma(c[i], a[2 * i].z, a[2 * i + 1].z, a[2 * i].w, a[2 * i + 1].w, b.z, b.w);
+    }
+}
+
+#if INT4
+struct Stage {
+    uint4 w[4];
+    u16 s[4];
+};
+#else
+struct Stage {
+    uint4 w[4];
+};
+#endif
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const __grid_constant__ Args p) {
+    __shared__ float sums[WK][WM * TILE][TOKENS + 1];
+    __shared__ u32 rows_in[TOKENS], rows_out[TOKENS];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int wk = warp % WK, wm = warp / WK;
+
+#if GROUPED
+    if (blockIdx.y >= *p.item_count) return;
+    const Item item = p.items[blockIdx.y];
+    const Weights weights = p.table[item.expert];
+    const u8 *w0 = p.down ? weights.down : weights.gate, *s0 = p.down ? weights.down_scale : weights.gate_scale;
+    const u8 *w1 = weights.up, *s1 = weights.up_scale;
+    const int count = item.count;
+    if (threadIdx.x < TOKENS) {
+        u32 choice = threadIdx.x < count ? p.list[item.first + threadIdx.x] : 0;
+        rows_out[threadIdx.x] = choice;
+        rows_in[threadIdx.x] = choice / p.divisor;
+    }
+#else
+    const u8 *w0 = p.w0, *s0 = p.s0, *w1 = p.w1, *s1 = p.s1;
+    const int first = blockIdx.y * TOKENS, count = min_of(TOKENS, p.rows - first);
+    if (threadIdx.x < TOKENS) {
+        rows_out[threadIdx.x] = first + threadIdx.x;
+        rows_in[threadIdx.x] = first + threadIdx.x;
+    }
+#endif
+
+    // Row tiles: SWIGLU alternates gate and up of the same eight features.
+#if SWIGLU
+    const int base = (blockIdx.x * WM + wm) * (TILE / 2);
+#else
+    const int base = (blockIdx.x * WM + wm) * TILE;
+#endif
+    const u8 *a[4];
+#if INT4
+    const u16 *as[4];
+    const int groups = p.columns / 128;
+#else
+    const int groups = (p.w_pitch + 127) / 128, blocks = p.w_pitch / 32;
+#endif
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+#if SWIGLU
+        int row = base + 8 * (j >> 1);
+        const u8 *w = (j & 1) ? w1 : w0, *s = (j & 1) ? s1 : s0;
+#else
+        int row = base + 8 * j;
+        const u8 *w = w0, *s = s0;
+#endif
+#if INT4
+        int tile = min_of(row, p.outputs - 8) / 8;
+        a[j] = w + ((u64)tile * groups * 32 + lane) * 16;
+        as[j] = (const u16 *)s + (u64)tile * groups * 8 + g;
+#else
+        a[j] = w + ((u64)min_of(row + g, p.outputs - 1) * p.w_pitch + 8 * t) * 2;
+        (void)s;
+#endif
+    }
+    const int begin = groups * wk / WK, end = groups * (wk + 1) / WK;
+
+    float acc[NT][2][4];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) acc[n][i >> 2][i & 3] = 0.0f;
+
+    // One stage: INT4 a group of 128 columns, BF16 a block of 32.
+#if INT4
+    const int steps_begin = begin, steps_end = end;
+#else
+    const int steps_begin = begin * 4, steps_end = min_of(end * 4, blocks);
+#endif
+    Stage ring[DEPTH];
+    auto fetch = [&](Stage &stage, int step) {
+        if (step >= steps_end) return;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+#if INT4
+            stage.w[j] = load_stream(a[j] + (u64)step * 512);
+            stage.s[j] = as[j][step * 8];
+#else
+            stage.w[j] = load_stream(a[j] + (u64)step * 64);
+#endif
+        }
+    };
+#pragma unroll
+    for (int d = 0; d < DEPTH; d++) fetch(ring[d], steps_begin + d);
+
+    __syncthreads();
+    const u16 *b[NT];
+    bool valid[NT];
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+        valid[n] = 8 * n + g < count;
+        b[n] = p.x + (u64)rows_in[valid[n] ? 8 * n + g : 0] * p.pitch + 8 * t;
+    }
+
+    float part[NT][2][4];
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 8; i++) part[n][i >> 2][i & 3] = 0.0f;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+
+    for (int at = steps_begin; at < steps_end; at += DEPTH) {
+#pragma unroll
+        for (int d = 0; d < DEPTH; d++) {
+            const int step = at + d;
+            if (step >= steps_end) break;
+            const Stage stage = ring[d];
+            fetch(ring[d], step + DEPTH);
+#if INT4
+            float scale[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++) scale[j] = widen(stage.s[j]);
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                uint4 w[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const u32 word = k == 0 ? stage.w[j].x : k == 1 ? stage.w[j].y : k == 2 ? stage.w[j].z : stage.w[j].w;
+                    unpack(word, w[j]);
+                }
+#pragma unroll
+                for (int n = 0; n < NT; n++) {
+                    const u16 *x = b[n] + step * 128 + 32 * k;
+                    uint4 high = valid[n] ? load_cached(x) : zero, low = valid[n] ? load_cached(x + p.plane) : zero;
+                    multiply(part[n], w, low);
+                    multiply(part[n], w, high);
+                }
+            }
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    acc[n][i >> 2][i & 3] = fmaf(scale[i >> 1], part[n][i >> 2][i & 3], acc[n][i >> 2][i & 3]);
+                    part[n][i >> 2][i & 3] = 0.0f;
+                }
+#else
+#pragma unroll
+            for (int n = 0; n < NT; n++) {
+                const u16 *x = b[n] + step * 32;
+                uint4 high = valid[n] ? load_cached(x) : zero, low = valid[n] ? load_cached(x + p.plane) : zero;
+                multiply(part[n], stage.w, low);
+                multiply(part[n], stage.w, high);
+            }
+            if ((step & 3) == 3 || step + 1 == steps_end) {
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++) {
+                        acc[n][i >> 2][i & 3] += part[n][i >> 2][i & 3];
+                        part[n][i >> 2][i & 3] = 0.0f;
+                    }
+            }
+#endif
+        }
+    }
+
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 8; i++)
+            sums[wk][wm * TILE + 16 * (i >> 2) + 8 * ((i >> 1) & 1) + g][8 * n + 2 * t + (i & 1)] = acc[n][i >> 2][i & 3];
+    __syncthreads();
+
+    auto total = [&](int row, int token) {
+        float sum = sums[0][row][token];
+#pragma unroll
+        for (int k = 1; k < WK; k++) sum += sums[k][row][token];
+        return sum;
+    };
+#if SWIGLU
+    const int width = WM * TILE / 2;
+#else
+    const int width = WM * TILE;
+#endif
+    for (int i = threadIdx.x; i < width * count; i += 32 * WARPS) {
+        const int column = i % width, token = i / width, out = blockIdx.x * width + column;
+        if (out >= p.outputs) continue;
+#if SWIGLU
+        const int row = 16 * (column >> 3) + (column & 7);
+        float gate = total(row, token), up = total(row + 8, token);
+        if (p.b0) gate += p.b0[out];
+        if (p.b1) up += p.b1[out];
+        const float v = clamped_swiglu(gate, up, p.limit);
+#else
+        float v = total(column, token);
+        if (p.b0) v += p.b0[out];
+#endif
+        const u64 place = (u64)rows_out[token] * p.y_stride + out;
+        if (p.y_plane) {
+            u16 *planes = (u16 *)p.y;
+            const u32 high = narrow(v, 0.0f) & 0xffffu;
+            planes[place] = high;
+            planes[place + p.y_plane] = narrow(v - widen(high), 0.0f) & 0xffffu;
+        } else {
+            p.y[place] = v;
+        }
+    }
+}
