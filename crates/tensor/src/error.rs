@@ -39,4 +39,7 @@ pub enum Error {
         /// How much.
         bytes: usize,
     },
+    /// The device failed, or something it needs is missing.
+    #[error(transparent)]
+    Device(Box<dyn std::error::Error + Send + Sync>),
 }

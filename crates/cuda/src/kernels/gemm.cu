@@ -21,12 +21,13 @@
 #define WM (WARPS / WK)
 #define TOKENS (8 * NT)
 #define TILE 32
-#if INT4
-#define DEPTH (NT <= 1 ? 3 : (NT <= 2 ? 2 : 1))
-#else
-#define DEPTH (NT <= 1 ? 3 : (NT <= 2 ? 2 : 1))
+// Stages of weights in registers ahead of their use, and blocks of 128 threads a multiprocessor is to hold.
+#ifndef DEPTH
+#define DEPTH (INT4 ? (NT <= 1 ? 2 : 1) : (NT <= 1 ? 4 : (NT <= 4 ? 2 : 1)))
 #endif
-#define MIN_BLOCKS (NT <= 2 ? 4 : (NT <= 4 ? 3 : 2))
+#ifndef MIN_BLOCKS
+#define MIN_BLOCKS (INT4 ? (NT <= 2 ? 3 : 2) : (NT <= 4 ? 3 : 2))
+#endif
 
 // Where an expert's matrices are.
 struct Weights {
@@ -57,8 +58,8 @@ DEVICE void unpack(u32 w, uint4 &d) {
 #pragma unroll
     for (int p = 0; p < 4; p++) {
         u32 s = w >> (4 * p);
-        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v[p]) : "r"(s), "r"(mask), "r"(base));
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v[p]) : "r"(v[p]), "r"(one), "r"(minus));
+        asm volatile("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v[p]) : "r"(s), "r"(mask), "r"(base));
+        asm volatile("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v[p]) : "r"(v[p]), "r"(one), "r"(minus));
     }
     d = make_uint4(v[0], v[1], v[2], v[3]);
 }
@@ -116,29 +117,25 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #else
     const int base = (blockIdx.x * WM + wm) * TILE;
 #endif
-    const u8 *a[4];
 #if INT4
-    const u16 *as[4];
     const int groups = p.columns / 128;
 #else
     const int groups = (p.w_pitch + 127) / 128, blocks = p.w_pitch / 32;
 #endif
+    // Places in bytes (scales: in elements); a matrix is smaller than 4 GiB.
+    u32 a[4];
+#if INT4
+    u32 as[4];
+#endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
-#if SWIGLU
-        int row = base + 8 * (j >> 1);
-        const u8 *w = (j & 1) ? w1 : w0, *s = (j & 1) ? s1 : s0;
-#else
-        int row = base + 8 * j;
-        const u8 *w = w0, *s = s0;
-#endif
+        const int row = SWIGLU ? base + 8 * (j >> 1) : base + 8 * j;
 #if INT4
-        int tile = min_of(row, p.outputs - 8) / 8;
-        a[j] = w + ((u64)tile * groups * 32 + lane) * 16;
-        as[j] = (const u16 *)s + (u64)tile * groups * 8 + g;
+        const u32 tile = min_of(row, p.outputs - 8) / 8;
+        a[j] = (tile * groups * 32 + lane) * 16;
+        as[j] = tile * groups * 8 + g;
 #else
-        a[j] = w + ((u64)min_of(row + g, p.outputs - 1) * p.w_pitch + 8 * t) * 2;
-        (void)s;
+        a[j] = ((u32)min_of(row + g, p.outputs - 1) * p.w_pitch + 8 * t) * 2;
 #endif
     }
     const int begin = groups * wk / WK, end = groups * (wk + 1) / WK;
@@ -161,10 +158,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #pragma unroll
         for (int j = 0; j < 4; j++) {
 #if INT4
-            stage.w[j] = load_stream(a[j] + (u64)step * 512);
-            stage.s[j] = as[j][step * 8];
+            stage.w[j] = load_stream((SWIGLU && (j & 1) ? w1 : w0) + (a[j] + step * 512u));
+            stage.s[j] = ((const u16 *)(SWIGLU && (j & 1) ? s1 : s0))[as[j] + step * 8u];
 #else
-            stage.w[j] = load_stream(a[j] + (u64)step * 64);
+            stage.w[j] = load_stream((SWIGLU && (j & 1) ? w1 : w0) + (a[j] + step * 64u));
 #endif
         }
     };
@@ -172,13 +169,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
     for (int d = 0; d < DEPTH; d++) fetch(ring[d], steps_begin + d);
 
     __syncthreads();
-    const u16 *b[NT];
-    bool valid[NT];
+    // Places of the token tiles in units of 8 columns.
+    const u8 *x = (const u8 *)p.x, *x_low = (const u8 *)(p.x + p.plane);
+    u32 b[NT];
+    const int valid = count - g;
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-        valid[n] = 8 * n + g < count;
-        b[n] = p.x + (u64)rows_in[valid[n] ? 8 * n + g : 0] * p.pitch + 8 * t;
-    }
+    for (int n = 0; n < NT; n++) b[n] = rows_in[8 * n < valid ? 8 * n + g : 0] * (p.pitch / 8) + t;
 
     float part[NT][2][4];
 #pragma unroll
@@ -208,8 +204,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
                 }
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
-                    const u16 *x = b[n] + step * 128 + 32 * k;
-                    uint4 high = valid[n] ? load_cached(x) : zero, low = valid[n] ? load_cached(x + p.plane) : zero;
+                    const u64 at = (u64)(b[n] + step * 16 + 4 * k) * 16;
+                    const uint4 high = 8 * n < valid ? load_cached(x + at) : zero;
+                    const uint4 low = 8 * n < valid ? load_cached(x_low + at) : zero;
                     multiply(part[n], w, low);
                     multiply(part[n], w, high);
                 }
@@ -224,8 +221,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #else
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const u16 *x = b[n] + step * 32;
-                uint4 high = valid[n] ? load_cached(x) : zero, low = valid[n] ? load_cached(x + p.plane) : zero;
+                const u64 at = (u64)(b[n] + step * 4) * 16;
+                const uint4 high = 8 * n < valid ? load_cached(x + at) : zero;
+                const uint4 low = 8 * n < valid ? load_cached(x_low + at) : zero;
                 multiply(part[n], stage.w, low);
                 multiply(part[n], stage.w, high);
             }

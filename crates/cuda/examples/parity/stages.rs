@@ -1,0 +1,395 @@
+//! Every stage on both backends: the same body, the same random numbers, named results.
+
+use glimmer_cuda::Cuda;
+use glimmer_tensor::{
+    Backend, CacheShape, Columns, Cpu, DsaColumns, DsaWeights, Experts, FeatureRow, IndexerWeights, KdaForm,
+    KdaWeights, MhcWeights, PAGE_TOKENS, PatchGrid, RouterRule, Streams,
+};
+
+use crate::material::{
+    Kind, Part, Random, buffer, linear, matrix, norm, poison, random_buffer, read, step, swiglu, vector,
+};
+
+/// A named result, with the largest relative error that it may have.
+type Named = (String, Vec<f32>, f64);
+
+/// Bound of a product: activations carry 16 to 17 bits.
+const PRODUCT: f64 = 1e-5;
+/// Bound of f32 arithmetic in another order.
+const FLOAT: f64 = 3e-6;
+
+fn products<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    for (case, (kind, outs, columns)) in [
+        (Kind::Bf16, 40, 256),
+        (Kind::Bf16, 129, 136),
+        (Kind::Bf16, 8, 64),
+        (Kind::Bf16, 64, 1176),
+        (Kind::Bf16, 96, 4096),
+        (Kind::Bf16, 31, 2048),
+        (Kind::Bf16, 24, 12),
+        (Kind::F32, 33, 200),
+        (Kind::Int4, 48, 128),
+        (Kind::Int4, 136, 2048),
+        (Kind::Int4, 96, 4096),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for rows in [1, 3, 8, 9, 17, 33, 70] {
+            let random = &mut Random(100 * case as u64 + rows as u64);
+            let x = random_buffer(b, random, rows + 1, columns + 5);
+            let first = linear(b, random, kind, outs, columns, rows % 2 == 1);
+            let second = linear(b, random, Kind::F32, 5, columns, true);
+            let mut y = poison(b, rows, outs + 8);
+            let x = Columns { buffer: &x, start: 5, width: columns };
+            b.linear(rows, x, &[&first, &second], &mut y, 2).unwrap();
+            let all = read(b, &y, rows, outs + 8);
+            let written: Vec<f32> = all.chunks_exact(outs + 8).flat_map(|r| r[2..outs + 7].to_vec()).collect();
+            out.push((format!("linear {kind:?} [{outs}, {columns}] M {rows}"), written, PRODUCT));
+        }
+    }
+    for (case, (kind, shape, bias)) in [
+        (Kind::Bf16, [64, 96, 40], true),
+        (Kind::Bf16, [128, 40, 64], false),
+        (Kind::Bf16, [256, 512, 256], false),
+        (Kind::Int4, [256, 128, 64], false),
+        (Kind::Int4, [4096, 256, 128], false),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for rows in [1, 5, 12, 40] {
+            let random = &mut Random(7000 + 100 * case as u64 + rows as u64);
+            let weights = swiglu(b, random, kind, shape, bias);
+            let x = random_buffer(b, random, rows, shape[0]);
+            let (mut act, mut y) = (poison(b, rows, shape[1]), poison(b, rows, shape[2]));
+            b.swiglu(rows, &weights, 0.4, &x, &mut act, &mut y).unwrap();
+            out.push((format!("swiglu act {kind:?} {shape:?} M {rows}"), read(b, &act, rows, shape[1]), 3.0 * PRODUCT));
+            out.push((format!("swiglu {kind:?} {shape:?} M {rows}"), read(b, &y, rows, shape[2]), 3.0 * PRODUCT));
+        }
+    }
+}
+
+fn rows_and_norms<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    for (width, rows) in [(64, 3), (256, 9), (4096, 2)] {
+        let random = &mut Random(width as u64);
+        let table = matrix(b, random, Kind::Bf16, 50, width);
+        let features = random_buffer(b, random, 4, width);
+        let mut s = step(2, &[[0, 0, rows, 0, rows]], random, 50);
+        s.features = vec![FeatureRow { row: 1, feature: 3 }];
+        s.logits = vec![0, rows as u32 - 1];
+        b.begin(&s).unwrap();
+        let mut streams = Streams {
+            x: poison(b, rows, 4 * width),
+            post: poison(b, rows, 4),
+            comb: poison(b, rows, 16),
+            collapsed: poison(b, rows, width),
+        };
+        b.embed(&table, &features, &mut streams, 4).unwrap();
+        out.push((format!("embed {width}"), read(b, &streams.x, rows, 4 * width), 0.0));
+
+        let mut x = poison(b, rows, width);
+        for (i, y) in [None, Some(random_buffer(b, random, rows, width))].into_iter().enumerate() {
+            let mix = matrix(b, random, Kind::F32, 24, 4 * width);
+            let mixer = MhcWeights {
+                mix,
+                base: vector(b, &random.values(24)),
+                scale: vector(b, &[0.9, 1.1, 1.3]),
+                streams: 4,
+                rms_eps: 1e-5,
+                eps: 1e-6,
+                sinkhorn_iters: 20,
+            };
+            let n = norm(b, random, width, false, 1e-5);
+            b.mhc(rows, &mixer, &n, y.as_ref(), &mut streams, &mut x).unwrap();
+            for (name, buffer, w) in [
+                ("x", &x, width),
+                ("streams", &streams.x, 4 * width),
+                ("post", &streams.post, 4),
+                ("comb", &streams.comb, 16),
+                ("collapsed", &streams.collapsed, width),
+            ] {
+                out.push((format!("mhc {name} {width} {i}"), read(b, buffer, rows, w), 1e-5));
+            }
+        }
+        let y = random_buffer(b, random, rows, width);
+        let n = norm(b, random, width, false, 1e-5);
+        let mut hidden = poison(b, rows, width);
+        b.mhc_head(rows, &n, &y, &mut streams, &mut hidden).unwrap();
+        out.push((format!("mhc_head {width}"), read(b, &hidden, rows, width), 1e-5));
+
+        for biased in [false, true] {
+            let n = norm(b, random, width, biased, 1e-6);
+            let (mut x, y) = (random_buffer(b, random, rows, width), random_buffer(b, random, rows, width));
+            let mut o = poison(b, rows, width);
+            b.add_norm(rows, Some(&y), &n, &mut x, &mut o).unwrap();
+            out.push((format!("add_norm x {width} {biased}"), read(b, &x, rows, width), 0.0));
+            out.push((format!("add_norm {width} {biased}"), read(b, &o, rows, width), FLOAT));
+            b.add_norm(rows, None, &n, &mut x, &mut o).unwrap();
+            out.push((format!("norm {width} {biased}"), read(b, &o, rows, width), FLOAT));
+            if biased {
+                b.norm_gelu(rows, &n, &mut x).unwrap();
+                out.push((format!("norm_gelu {width}"), read(b, &x, rows, width), FLOAT));
+            }
+        }
+        let (enorm, hnorm) = (norm(b, random, width, false, 1e-5), norm(b, random, width, false, 1e-5));
+        let source: Vec<u32> = (0..rows as u32).rev().collect();
+        let mut o = poison(b, rows, 2 * width);
+        b.mtp_input(&table, &enorm, &hnorm, &hidden, &source, &mut o).unwrap();
+        out.push((format!("mtp_input {width}"), read(b, &o, rows, 2 * width), FLOAT));
+
+        let head = matrix(b, random, Kind::Bf16, 77, width);
+        let mut logits = poison(b, 2, 77);
+        b.head(&head, &s.logits, &hidden, &mut logits).unwrap();
+        out.push((format!("head {width}"), read(b, &logits, 2, 77), PRODUCT));
+
+        let mut grouped = poison(b, 2, 2 * width);
+        let four = random_buffer(b, random, 4, width);
+        b.group_rows(2, 2, &four, &mut grouped).unwrap();
+        b.copy_row(&hidden, rows - 1, &mut grouped, 1).unwrap();
+        out.push((format!("group_rows, copy_row {width}"), read(b, &grouped, 2, 2 * width), 1e-5));
+    }
+}
+
+/// Steps that a stage with a cache goes through: chunks of odd sizes, decoding, drafts with every number of accepted rows.
+const TRAFFIC: [&[Part]; 8] = [
+    &[[1, 0, 5, 0, 5], [0, 0, 70, 0, 70], [2, 0, 1, 0, 1]],
+    &[[0, 70, 1, 0, 1], [1, 5, 64, 0, 64], [2, 1, 3, 0, 1]],
+    &[[2, 2, 3, 0, 1], [0, 71, 3, 0, 1], [1, 69, 2, 0, 2]],
+    &[[0, 73, 3, 1, 1], [2, 5, 3, 2, 1], [1, 71, 130, 0, 130]],
+    &[[1, 201, 3, 0, 1], [2, 7, 1, 1, 0], [0, 76, 2, 2, 2]],
+    &[[1, 203, 3, 1, 1], [2, 7, 2, 0, 2], [0, 78, 1, 0, 1]],
+    &[[1, 206, 1, 2, 1], [2, 9, 140, 0, 140], [0, 79, 3, 0, 1]],
+    &[[0, 80, 1, 0, 1], [1, 0, 9, 0, 9]],
+];
+
+fn shape(heads: usize, dim: usize, latent: usize, index_dim: usize, kpool: usize) -> CacheShape {
+    CacheShape {
+        kda_layers: 2,
+        kda_heads: heads,
+        kda_head_dim: dim,
+        conv_kernel: 4,
+        dsa_layers: 2,
+        latent,
+        index_dim,
+        kpool,
+        slots: 4,
+        pages: 32,
+        max_draft: 2,
+    }
+}
+
+fn kda<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    for (heads, dim) in [(2, 32), (3, 64), (2, 128)] {
+        let random = &mut Random(dim as u64);
+        let inner = heads * dim;
+        let mut cache = b.cache(&shape(heads, dim, 32, 32, 4)).unwrap();
+        let weights = KdaWeights {
+            conv: matrix(b, random, Kind::Bf16, 3 * inner, 4),
+            a_log: vector(b, &random.values(heads)),
+            dt_bias: vector(b, &random.values(inner)),
+            o_norm: norm(b, random, dim, false, 1e-5),
+            heads,
+            dim,
+            gate_lower_bound: -5.0,
+        };
+        for (i, parts) in TRAFFIC.iter().enumerate() {
+            let s = step(4, parts, random, 10);
+            let rows = s.rows();
+            let proj = random_buffer(b, random, rows, 3 * inner + heads + 3);
+            let gates = random_buffer(b, random, rows, 2 * inner);
+            let mut o = poison(b, rows, inner);
+            b.begin(&s).unwrap();
+            b.kda(&weights, KdaForm::Recurrent, &proj, &gates, &mut cache, 1, &mut o).unwrap();
+            out.push((format!("kda {heads} x {dim} step {i}"), read(b, &o, rows, inner), 1e-5));
+            for slot in 0..3 {
+                let state = b.read_state(&cache, 1, slot).unwrap();
+                out.push((format!("kda state {heads} x {dim} step {i} slot {slot}"), state, 1e-5));
+            }
+            if i == 4 {
+                b.copy_slot(&mut cache, 0, 3).unwrap();
+                let state = b.read_state(&cache, 1, 3).unwrap();
+                out.push((format!("kda copied state {heads} x {dim}"), state, 1e-5));
+            }
+        }
+    }
+}
+
+fn dsa<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    for (heads, qk, v, latent, q_lora, index_heads, index_dim, kpool, topk) in
+        [(4, 32, 32, 32, 48, 4, 32, 4, 16), (3, 64, 40, 128, 128, 4, 32, 8, 64), (9, 64, 64, 512, 96, 32, 128, 4, 32)]
+    {
+        let random = &mut Random(latent as u64);
+        let mut cache = b.cache(&shape(1, 32, latent, index_dim, kpool)).unwrap();
+        let weights = DsaWeights {
+            q_norm: norm(b, random, q_lora, false, 1e-5),
+            kv_norm: norm(b, random, latent, false, 1e-5),
+            kv_b: matrix(b, random, Kind::Bf16, heads * (qk + v), latent),
+            indexer: Some(IndexerWeights {
+                k_norm: norm(b, random, index_dim, true, 1e-6),
+                ape: vector(b, &random.values(kpool * index_dim)),
+                heads: index_heads,
+                dim: index_dim,
+                kpool,
+                topk,
+            }),
+            heads,
+            qk_dim: qk,
+            v_dim: v,
+        };
+        let indexer = weights.indexer.as_ref().unwrap();
+        let columns = DsaColumns { q_lora, latent };
+        let most = topk + kpool - 1;
+        let mut selection = b.selection(256, most).unwrap();
+        let mut copied = b.selection(4, most).unwrap();
+        for (i, parts) in TRAFFIC.iter().enumerate() {
+            let s = step(4, parts, random, 10);
+            let rows = s.rows();
+            let proj = random_buffer(b, random, rows, q_lora + latent + 2 * index_dim + index_heads);
+            let query = random_buffer(b, random, rows, heads * qk + index_heads * index_dim + 1);
+            let mut residual = poison(b, rows, q_lora);
+            let mut core = poison(b, rows, heads * v);
+            b.begin(&s).unwrap();
+            b.dsa_write(&weights, columns, &proj, true, &mut cache, 1, &mut residual).unwrap();
+            out.push((format!("q residual {latent} step {i}"), read(b, &residual, rows, q_lora), FLOAT));
+            let index = Columns { buffer: &query, start: heads * qk, width: index_heads * index_dim };
+            b.dsa_select(indexer, columns, index, &proj, &cache, 1, &mut selection).unwrap();
+            let mut chosen = Vec::new();
+            for row in 0..rows {
+                let tokens = b.read_selection(&selection, row);
+                chosen.push(tokens.len() as f32);
+                chosen.extend(tokens.iter().map(|&t| t as f32));
+            }
+            out.push((format!("selection {latent} step {i}"), chosen, 0.0));
+            let q = Columns { buffer: &query, start: 0, width: heads * qk };
+            b.mla(&weights, q, &selection, &cache, 1, &mut core).unwrap();
+            out.push((format!("mla {latent} step {i}"), read(b, &core, rows, heads * v), 1e-5));
+            b.copy_selection(&selection, &[rows as u32 - 1, 0], &mut copied).unwrap();
+            b.write_selection(&mut copied, 2, &[1, 5, 9]).unwrap();
+            let copies = (0..3).flat_map(|r| b.read_selection(&copied, r)).map(|t| t as f32).collect();
+            out.push((format!("copied selection {latent} step {i}"), copies, 0.0));
+        }
+    }
+}
+
+fn moe<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    let rules = [(8, 2, 1, 1), (16, 3, 4, 2), (288, 8, 1, 1), (5, 1, 1, 1)];
+    for (case, (experts, top, groups, top_groups)) in rules.into_iter().enumerate() {
+        for kind in [Kind::Bf16, Kind::Int4] {
+            for rows in [1, 3, 24, 100] {
+                if experts > 100 && (kind == Kind::Bf16 || rows == 100) {
+                    continue;
+                }
+                let random = &mut Random(900 + case as u64);
+                let (hidden, width) = (128, 128);
+                let rule = RouterRule { top, groups, top_groups, normalize: case != 1, scale: 2.5 };
+                let gate = matrix(b, random, Kind::F32, experts, hidden);
+                // Ties everywhere in one case: equal rows of the gate cannot be made here, equal inputs can.
+                let bias: Vec<f32> = random.values(experts).iter().map(|v| 0.2 * v).collect();
+                let bias = vector(b, &bias);
+                let zero = case == 3 && rows == 3;
+                let values = if zero { vec![0.0; rows * hidden] } else { random.values(rows * hidden) };
+                let x = buffer(b, rows, hidden, &values);
+                let mut routing = b.routing(rows, top, experts).unwrap();
+                b.route(rows, &gate, &bias, rule, &x, &mut routing).unwrap();
+                let (mut ids, mut weights) = (Vec::new(), Vec::new());
+                for row in 0..rows {
+                    for (e, w) in b.read_routing(&routing, row) {
+                        ids.push(e as f32);
+                        weights.push(w);
+                    }
+                }
+                out.push((format!("experts of {experts} M {rows}"), ids, 0.0));
+                out.push((format!("weights of {experts} M {rows}"), weights, 1e-5));
+                let routed = (0..experts).map(|_| swiglu(b, random, kind, [hidden, width, hidden], false)).collect();
+                let shared = (case != 3).then(|| swiglu(b, random, Kind::Bf16, [hidden, 2 * width, hidden], false));
+                let set = Experts { routed, shared, limit: 0.5 };
+                let (mut act, mut sact) = (poison(b, rows * top, width), poison(b, rows, 2 * width));
+                let mut y = poison(b, rows, hidden);
+                b.moe_up(rows, &set, &routing, &x, &mut act, &mut sact).unwrap();
+                b.moe_down(rows, &set, &routing, &act, &sact, &mut y).unwrap();
+                let act = read(b, &act, rows * top, width);
+                out.push((format!("moe_up {kind:?} of {experts} M {rows}"), act, 3.0 * PRODUCT));
+                out.push((
+                    format!("moe_down {kind:?} of {experts} M {rows}"),
+                    read(b, &y, rows, hidden),
+                    3.0 * PRODUCT,
+                ));
+            }
+        }
+    }
+}
+
+fn vision<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    for (heads, dim, grid) in [
+        (4, 32, PatchGrid { frames: 1, height: 4, width: 6 }),
+        (2, 64, PatchGrid { frames: 2, height: 10, width: 8 }),
+        (1, 128, PatchGrid { frames: 1, height: 2, width: 2 }),
+    ] {
+        let random = &mut Random(dim as u64);
+        let rows = grid.frames * grid.height * grid.width;
+        let (q, k) = (norm(b, random, dim, false, 1e-6), norm(b, random, dim, false, 1e-6));
+        let qkv = random_buffer(b, random, rows, 3 * heads * dim);
+        let mut o = poison(b, rows, heads * dim);
+        b.vision_attention(grid, heads, &q, &k, &qkv, &mut o).unwrap();
+        out.push((format!("vision attention {dim}"), read(b, &o, rows, heads * dim), 1e-5));
+    }
+}
+
+fn all<B: Backend>(b: &mut B) -> Vec<Named> {
+    let mut out = Vec::new();
+    b.reserve(256, 8192, 4 * 32 * PAGE_TOKENS).unwrap();
+    products(b, &mut out);
+    rows_and_norms(b, &mut out);
+    kda(b, &mut out);
+    dsa(b, &mut out);
+    moe(b, &mut out);
+    vision(b, &mut out);
+    out
+}
+
+/// `|found - expected| / |expected|`; NaN and a wrong length never pass.
+pub(crate) fn relative(found: &[f32], expected: &[f32]) -> f64 {
+    if found.len() != expected.len() {
+        return f64::INFINITY;
+    }
+    let (mut difference, mut size) = (0.0, 0.0);
+    for (f, e) in found.iter().zip(expected) {
+        difference += (f64::from(*f) - f64::from(*e)).powi(2);
+        size += f64::from(*e).powi(2);
+    }
+    if difference == 0.0 { 0.0 } else { (difference / size).sqrt() }
+}
+
+/// Compares all stages; the number of failures.
+pub(crate) fn run(mut cuda: Cuda) -> usize {
+    let expected = all(&mut Cpu::new(8));
+    let found = all(&mut cuda);
+    let again = all(&mut cuda);
+    let mut failures = 0;
+    let mut groups: Vec<(String, usize, f64, f64)> = Vec::new();
+    for (((name, found, bound), (_, again, _)), (_, expected, _)) in found.iter().zip(&again).zip(&expected) {
+        let error = relative(found, expected);
+        let same = found.iter().zip(again).all(|(a, b)| a.to_bits() == b.to_bits());
+        if error.is_nan() || error > *bound || !same {
+            failures += 1;
+            let first = found.iter().zip(expected).position(|(f, e)| f.to_bits() != e.to_bits()).unwrap_or(0);
+            println!(
+                "FAILED {name}: error {error:.2e}, bound {bound:.1e}, repeatable {same}; element {first} of {}: {:?} \
+                 against {:?}",
+                expected.len(),
+                found.get(first),
+                expected.get(first)
+            );
+        }
+        let group = name.split(' ').next().unwrap_or("").to_owned();
+        match groups.iter_mut().find(|g| g.0 == group) {
+            Some(g) => (g.1, g.2) = (g.1 + 1, g.2.max(error)),
+            None => groups.push((group, 1, error, *bound)),
+        }
+    }
+    for (group, cases, error, bound) in groups {
+        println!("{group:<12} {cases:>4} results, largest relative error {error:.2e} (bound {bound:.0e})");
+    }
+    failures
+}

@@ -1,0 +1,120 @@
+//! Hyper-connections: merge, mixing product, coefficients with the collapsed input and its norm.
+
+use glimmer_tensor::{MhcWeights, Norm, Result, Streams};
+
+use super::{dense, gemm::Input};
+use crate::{
+    backend::Cuda,
+    launch::{Arguments, File, Grid},
+    types::{CudaBuffer, Format, require_equal},
+};
+
+pub(crate) static FILE: File = File { name: "mhc.cu", text: include_str!("mhc.cu"), constants: &["N"] };
+
+/// [`glimmer_tensor::Backend::mhc`].
+pub(crate) fn mhc(
+    cuda: &mut Cuda,
+    rows: usize,
+    mixer: &MhcWeights<Cuda>,
+    norm: &Norm<Cuda>,
+    y: Option<&CudaBuffer>,
+    streams: &mut Streams<Cuda>,
+    x: &mut CudaBuffer,
+) -> Result<()> {
+    let n = mixer.streams;
+    let hidden = checked(n, rows, norm, y, streams)?;
+    let count = 2 * n + n * n;
+    x.require("mhc: the normed input", rows, hidden)?;
+    require_equal("mhc: columns of the mixing matrix", n * hidden, mixer.mix.columns)?;
+    require_equal("mhc: rows of the mixing matrix", count, mixer.mix.out)?;
+    require_equal("mhc: base", count, mixer.base.len)?;
+    require_equal("mhc: scale", 3, mixer.scale.len)?;
+    merge(cuda, rows, n, hidden, y, streams)?;
+    let products = cuda.scratch("mixing products", 4 * rows * count)?;
+    let input = Input { buffer: &streams.x, start: 0, width: n * hidden, list: 0 };
+    dense::dot(cuda, rows, input, &mixer.mix, 0, (products, count))?;
+    let kernel = cuda.kernels.get(&FILE, &[n as i64], "mix")?;
+    let arguments = Arguments::new()
+        .with(streams.x.at(0))
+        .with(products)
+        .with(mixer.base.address())
+        .with(mixer.scale.address())
+        .with(mixer.rms_eps)
+        .with(mixer.eps)
+        .int(mixer.sinkhorn_iters)
+        .with(streams.post.at(0))
+        .with(streams.comb.at(0))
+        .with(streams.collapsed.at(0))
+        .int(streams.collapsed.width)
+        .with(norm.weight.address())
+        .with(norm.eps)
+        .with(x.at(0))
+        .int(x.width)
+        .int(hidden);
+    x.format = Format::Float;
+    Ok(cuda.kernels.launch(kernel, Grid::new([rows, 1, 1], 256), arguments)?)
+}
+
+/// [`glimmer_tensor::Backend::mhc_head`].
+pub(crate) fn mhc_head(
+    cuda: &mut Cuda,
+    rows: usize,
+    norm: &Norm<Cuda>,
+    y: &CudaBuffer,
+    streams: &mut Streams<Cuda>,
+    out: &mut CudaBuffer,
+) -> Result<()> {
+    let n = streams.post.width;
+    let hidden = checked(n, rows, norm, Some(y), streams)?;
+    out.require("mhc_head: the hidden states", rows, hidden)?;
+    merge(cuda, rows, n, hidden, Some(y), streams)?;
+    let kernel = cuda.kernels.get(&FILE, &[n as i64], "mean_norm")?;
+    let arguments = Arguments::new()
+        .with(streams.x.at(0))
+        .with(streams.collapsed.at(0))
+        .int(streams.collapsed.width)
+        .with(norm.weight.address())
+        .with(norm.eps)
+        .with(out.at(0))
+        .int(out.width)
+        .int(hidden);
+    out.format = Format::Float;
+    Ok(cuda.kernels.launch(kernel, Grid::new([rows, 1, 1], 256), arguments)?)
+}
+
+fn merge(
+    cuda: &Cuda,
+    rows: usize,
+    n: usize,
+    hidden: usize,
+    y: Option<&CudaBuffer>,
+    streams: &Streams<Cuda>,
+) -> Result<()> {
+    let Some(y) = y else { return Ok(()) };
+    let kernel = cuda.kernels.get(&FILE, &[n as i64], "merge")?;
+    let arguments = Arguments::new()
+        .with(streams.x.at(0))
+        .with(y.at(0))
+        .int(y.width)
+        .with(streams.post.at(0))
+        .with(streams.comb.at(0))
+        .int(hidden);
+    Ok(cuda.kernels.launch(kernel, Grid::new([hidden.div_ceil(256), rows, 1], 256), arguments)?)
+}
+
+/// Width of a stream, when all buffers agree.
+fn checked(n: usize, rows: usize, norm: &Norm<Cuda>, y: Option<&CudaBuffer>, streams: &Streams<Cuda>) -> Result<usize> {
+    if n == 0 {
+        return Err(glimmer_tensor::Error::Capacity { what: "mhc: streams", needed: 1, available: 0 });
+    }
+    let width = norm.weight.len;
+    require_equal("mhc: width of the streams", n * width, streams.x.width)?;
+    require_equal("mhc: width of post", n, streams.post.width)?;
+    require_equal("mhc: width of comb", n * n, streams.comb.width)?;
+    streams.x.require("mhc: the streams", rows, n * width)?;
+    streams.post.require("mhc: post", rows, n)?;
+    streams.comb.require("mhc: comb", rows, n * n)?;
+    streams.collapsed.require("mhc: the collapsed input", rows, width)?;
+    y.map_or(Ok(()), |y| y.require("mhc: the sub-block's output", rows, width))?;
+    Ok(width)
+}

@@ -1,0 +1,10 @@
+//! The kernels and their launchers: `<op>.cu` stands beside `<op>.rs`. The definition of a stage is the CPU backend's.
+
+pub(crate) mod dense;
+pub(crate) mod dsa;
+pub(crate) mod gemm;
+pub(crate) mod kda;
+pub(crate) mod mhc;
+pub(crate) mod mla;
+pub(crate) mod moe;
+pub(crate) mod vision;

@@ -1,0 +1,277 @@
+//! Router, work list, experts, combination.
+//!
+//! The experts' matrices lie wherever they were loaded; a table of their addresses is made when a set of experts is first
+//! used. A work item is an expert and up to `8 NT` of its choices; items are in the order of experts, so that consecutive
+//! blocks read consecutive weights.
+
+use std::hash::{DefaultHasher, Hash, Hasher};
+
+use bytemuck::Zeroable;
+use glimmer_tensor::{Error, Experts, Result, RouterRule};
+
+use super::{
+    dense,
+    gemm::{self, Args, Input, Variant},
+};
+use crate::{
+    backend::Cuda,
+    launch::{Arguments, File, Grid},
+    types::{CudaBuffer, CudaMatrix, CudaRouting, CudaVector, Format, Kind, require, require_equal},
+};
+
+pub(crate) static FILE: File =
+    File { name: "moe.cu", text: include_str!("moe.cu"), constants: &["TOP", "EXPERTS", "GROUPS", "KEPT"] };
+
+/// Words of a work item: expert, first choice, choices.
+const ITEM_WORDS: usize = 3;
+
+/// The work list in scratch.
+#[derive(Debug, Clone, Copy)]
+struct List {
+    grouped: u64,
+    items: u64,
+    count: u64,
+    /// Items at most.
+    most: usize,
+}
+
+/// What a set of experts looks like.
+#[derive(Debug, Clone, Copy)]
+struct Shape {
+    input: usize,
+    width: usize,
+    hidden: usize,
+    int4: bool,
+}
+
+/// [`glimmer_tensor::Backend::route`].
+pub(crate) fn route(
+    cuda: &mut Cuda,
+    rows: usize,
+    gate: &CudaMatrix,
+    bias: &CudaVector,
+    rule: RouterRule,
+    x: &CudaBuffer,
+    routing: &mut CudaRouting,
+) -> Result<()> {
+    let experts = gate.out;
+    require_equal("route: values of the bias", experts, bias.len)?;
+    require_equal("route: experts of the routing", experts, routing.num_experts)?;
+    require_equal("route: choices a row", rule.top, routing.top)?;
+    require("route: rows of the routing", rows, routing.rows)?;
+    x.require("route: the input", rows, gate.columns)?;
+    check_rule(rule, experts)?;
+    let logits = cuda.scratch("router logits", 4 * rows * experts)?;
+    let input = Input { buffer: x, start: 0, width: gate.columns, list: 0 };
+    dense::dot(cuda, rows, input, gate, 0, (logits, experts))?;
+    let constants = [rule.top, experts, rule.groups, rule.top_groups].map(|c| c as i64);
+    let arguments = Arguments::new()
+        .with(logits)
+        .with(bias.address())
+        .int(rows)
+        .int(usize::from(rule.normalize))
+        .with(rule.scale)
+        .with(routing.experts.address())
+        .with(routing.weights.address());
+    cuda.planned = None;
+    let kernel = cuda.kernels.get(&FILE, &constants, "choose")?;
+    Ok(cuda.kernels.launch(kernel, Grid::new([rows.div_ceil(4), 1, 1], 128), arguments)?)
+}
+
+fn check_rule(rule: RouterRule, experts: usize) -> Result<()> {
+    let fail = |what, needed, available| Err(Error::Capacity { what, needed, available });
+    if rule.top == 0 || rule.groups == 0 || rule.top_groups == 0 || rule.top_groups > rule.groups {
+        return fail("route: the rule has at least one choice and one group", 1, 0);
+    }
+    if !experts.is_multiple_of(rule.groups) {
+        return fail("route: experts fall into equal groups", rule.groups, experts);
+    }
+    require("route: experts in the kept groups", rule.top, experts / rule.groups * rule.top_groups)
+}
+
+/// Checks the experts once for each set and gives the address of their table.
+fn table(cuda: &mut Cuda, experts: &Experts<Cuda>, routing: &CudaRouting, rows: usize) -> Result<(Shape, u64)> {
+    require_equal("experts of the routing", experts.routed.len(), routing.num_experts)?;
+    require("rows of the routing", rows, routing.rows)?;
+    let Some(first) = experts.routed.first() else {
+        return Err(Error::Capacity { what: "routed experts", needed: 1, available: 0 });
+    };
+    let shape = Shape {
+        input: first.gate.weight.columns,
+        width: first.gate.weight.out,
+        hidden: first.down.weight.out,
+        int4: first.gate.weight.kind == Kind::Int4,
+    };
+    let mut hash = DefaultHasher::new();
+    for e in &experts.routed {
+        [e.gate.weight.id, e.up.weight.id, e.down.weight.id].hash(&mut hash);
+    }
+    let key = hash.finish();
+    if let Some(table) = cuda.tables.get(&key) {
+        return Ok((shape, table.address()));
+    }
+    let mut addresses = Vec::with_capacity(6 * experts.routed.len());
+    for e in &experts.routed {
+        dense::check_swiglu(e, shape.input)?;
+        require_equal("experts: rows of down", shape.hidden, e.down.weight.out)?;
+        require_equal("experts: width of the routed experts", shape.width, e.gate.weight.out)?;
+        for matrix in [&e.gate.weight, &e.up.weight, &e.down.weight] {
+            gemm::same_kind(&first.gate.weight, matrix)?;
+            addresses.extend([matrix.address(), matrix.scale_address()]);
+        }
+    }
+    let table = cuda.memory.upload("table of experts", &addresses)?;
+    let address = table.address();
+    cuda.tables.insert(key, table);
+    Ok((shape, address))
+}
+
+/// Tiles of 8 tokens of a work item: the mean number of choices of an expert.
+fn tiles(int4: bool, choices: usize, experts: usize) -> usize {
+    gemm::tiles(int4, (choices / experts.max(1)).max(1) * 4 / 3)
+}
+
+/// The work list of the routing, made when the last one is another.
+fn list(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, tiles: usize) -> Result<List> {
+    let (choices, experts) = (rows * routing.top, routing.num_experts);
+    let most = choices.min(experts + choices / (8 * tiles));
+    let grouped = cuda.scratch("choices by expert", 4 * choices)?;
+    let items = cuda.scratch("work items", 4 * ITEM_WORDS * most)?;
+    let count = cuda.scratch("number of work items", 4)?;
+    let list = List { grouped, items, count, most };
+    let wanted = (routing.id, rows, tiles);
+    if cuda.planned == Some(wanted) {
+        return Ok(list);
+    }
+    // Groups do not matter to the list.
+    let constants = [routing.top, experts, 1, 1].map(|c| c as i64);
+    let arguments = Arguments::new()
+        .with(routing.experts.address())
+        .int(choices)
+        .int(8 * tiles)
+        .with(grouped)
+        .with(items)
+        .with(count);
+    let kernel = cuda.kernels.get(&FILE, &constants, "plan")?;
+    cuda.kernels.launch(kernel, Grid::new([1, 1, 1], 1024), arguments)?;
+    cuda.planned = Some(wanted);
+    Ok(list)
+}
+
+/// Makes the work list only (for measurements).
+pub(crate) fn list_for(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, int4: bool) -> Result<()> {
+    let tiles = tiles(int4, rows * routing.top, routing.num_experts);
+    list(cuda, rows, routing, tiles).map(|_| ())
+}
+
+/// [`glimmer_tensor::Backend::moe_up`].
+pub(crate) fn moe_up(
+    cuda: &mut Cuda,
+    rows: usize,
+    experts: &Experts<Cuda>,
+    routing: &CudaRouting,
+    x: &CudaBuffer,
+    act: &mut CudaBuffer,
+    shared_act: &mut CudaBuffer,
+) -> Result<()> {
+    let (shape, table) = table(cuda, experts, routing, rows)?;
+    let choices = rows * routing.top;
+    x.require("moe_up: the input", rows, shape.input)?;
+    act.require("moe_up: the activation", choices, shape.width)?;
+    let planes = gemm::planes(cuda, rows, Input { buffer: x, start: 0, width: shape.input, list: 0 })?;
+    let tiles = tiles(shape.int4, choices, routing.num_experts);
+    let list = list(cuda, rows, routing, tiles)?;
+    let mut args = Args {
+        table,
+        items: list.items,
+        item_count: list.count,
+        list: list.grouped,
+        x: planes.address,
+        plane: planes.plane as u64,
+        rows: rows as i32,
+        outputs: shape.width as i32,
+        columns: shape.input as i32,
+        pitch: planes.pitch as i32,
+        w_pitch: experts.routed[0].gate.weight.pitch as i32,
+        divisor: routing.top as i32,
+        limit: experts.limit,
+        ..Args::zeroed()
+    };
+    gemm::into_planes(act, choices, shape.width, &mut args);
+    let variant = Variant { int4: shape.int4, swiglu: true, grouped: true, tiles, columns: shape.input };
+    gemm::run(cuda, variant, [shape.width.div_ceil(variant.outputs()), list.most, 1], args)?;
+    if let Some(shared) = &experts.shared {
+        dense::check_swiglu(shared, shape.input)?;
+        require_equal("experts: rows of down", shape.hidden, shared.down.weight.out)?;
+        shared_act.require("moe_up: the shared activation", rows, shared.gate.weight.out)?;
+        gemm::gated(cuda, rows, planes, &shared.gate, &shared.up, experts.limit, shared_act)?;
+    }
+    Ok(())
+}
+
+/// [`glimmer_tensor::Backend::moe_down`].
+pub(crate) fn moe_down(
+    cuda: &mut Cuda,
+    rows: usize,
+    experts: &Experts<Cuda>,
+    routing: &CudaRouting,
+    act: &CudaBuffer,
+    shared_act: &CudaBuffer,
+    out: &mut CudaBuffer,
+) -> Result<()> {
+    let (shape, table) = table(cuda, experts, routing, rows)?;
+    let choices = rows * routing.top;
+    act.require("moe_down: the activation", choices, shape.width)?;
+    out.require("moe_down: the output", rows, shape.hidden)?;
+    if !shape.hidden.is_multiple_of(4) || !out.width.is_multiple_of(4) {
+        return Err(Error::Capacity { what: "moe_down: columns in fours", needed: 4, available: shape.hidden % 4 });
+    }
+    let planes = gemm::planes(cuda, choices, Input { buffer: act, start: 0, width: shape.width, list: 0 })?;
+    let tiles = tiles(shape.int4, choices, routing.num_experts);
+    let list = list(cuda, rows, routing, tiles)?;
+    let down = cuda.scratch("outputs of the experts", 4 * choices * shape.hidden)?;
+    let args = Args {
+        table,
+        items: list.items,
+        item_count: list.count,
+        list: list.grouped,
+        x: planes.address,
+        plane: planes.plane as u64,
+        rows: choices as i32,
+        outputs: shape.hidden as i32,
+        columns: shape.width as i32,
+        pitch: planes.pitch as i32,
+        w_pitch: experts.routed[0].down.weight.pitch as i32,
+        divisor: 1,
+        down: 1,
+        y: down,
+        y_stride: shape.hidden as i32,
+        ..Args::zeroed()
+    };
+    let variant = Variant { int4: shape.int4, swiglu: false, grouped: true, tiles, columns: shape.width };
+    gemm::run(cuda, variant, [shape.hidden.div_ceil(variant.outputs()), list.most, 1], args)?;
+    let mut shared_out = 0;
+    if let Some(shared) = &experts.shared {
+        let width = shared.gate.weight.out;
+        shared_act.require("moe_down: the shared activation", rows, width)?;
+        let planes = gemm::planes(cuda, rows, Input { buffer: shared_act, start: 0, width, list: 0 })?;
+        let bytes = 4 * rows * shape.hidden;
+        let room = cuda.scratch_memory("output of the shared expert", bytes)?;
+        shared_out = room.address();
+        let room = CudaBuffer { memory: room, rows, width: shape.hidden, format: Format::Float };
+        gemm::product(cuda, rows, planes, &shared.down, &room, 0)?;
+    }
+    let constants = [routing.top, routing.num_experts, 1, 1].map(|c| c as i64);
+    let arguments = Arguments::new()
+        .with(down)
+        .int(shape.hidden)
+        .with(routing.weights.address())
+        .with(shared_out)
+        .int(shape.hidden)
+        .int(shape.hidden)
+        .with(out.at(0))
+        .int(out.width);
+    out.format = Format::Float;
+    let kernel = cuda.kernels.get(&FILE, &constants, "combine")?;
+    Ok(cuda.kernels.launch(kernel, Grid::new([shape.hidden.div_ceil(4 * 128), rows, 1], 128), arguments)?)
+}
