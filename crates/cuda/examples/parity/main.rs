@@ -1,11 +1,13 @@
 //! Runs the CUDA backend beside the CPU backend on this machine: every stage over odd shapes, the micro model end to end,
 //! and the expert chain against the read rate. Prints tables; the exit code is not zero when something differs.
 //!
-//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [--models FOLDER] [stages] [micro] [bench]`
+//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [micro] [bench]`
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failure ends the program")]
 
 mod bench;
+#[path = "../../../model/tests/harness/mod.rs"]
+mod harness;
 mod material;
 mod micro;
 mod stages;
@@ -16,14 +18,12 @@ use glimmer_cuda::{Cuda, Options};
 
 fn main() -> ExitCode {
     let mut options = Options::default();
-    let mut root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..").to_owned();
     let mut parts = Vec::new();
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--compiler" => options.compiler = arguments.next().map(Into::into),
             "--cache" => options.cache = arguments.next().map(Into::into),
-            "--root" => root = arguments.next().unwrap_or_default(),
             part => parts.push(part.to_owned()),
         }
     }
@@ -48,7 +48,7 @@ fn main() -> ExitCode {
         failures += stages::run(cuda);
     }
     if wanted("micro") {
-        failures += micro::run(&open, &root);
+        failures += micro::run(&open);
     }
     if wanted("bench") {
         failures += bench::run(&mut open(), wanted("tune") && !parts.is_empty());
