@@ -14,7 +14,7 @@ use crate::{
     types::{CudaMatrix, Kind, unique},
 };
 
-static FILE: File = File { name: "measure.cu", text: include_str!("kernels/measure.cu"), constants: &[] };
+pub(crate) static FILE: File = File { name: "measure.cu", text: include_str!("kernels/measure.cu"), constants: &[] };
 
 /// Replays of a graph.
 const REPLAYS: usize = 15;

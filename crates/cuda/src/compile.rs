@@ -149,7 +149,7 @@ fn options(unit: &Unit, architecture: &str) -> Vec<String> {
     let mut options = vec![
         format!("--gpu-architecture={architecture}"),
         "--std=c++17".to_owned(),
-        "--default-device".to_owned(),
+        "-default-device".to_owned(),
         "--ptxas-options=-v".to_owned(),
         "--generate-line-info".to_owned(),
     ];

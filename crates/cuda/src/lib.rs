@@ -16,6 +16,7 @@ pub mod launch;
 pub mod memory;
 mod plan;
 mod types;
+pub mod units;
 
 pub use backend::{Cuda, Options};
 pub use cache::CudaCache;

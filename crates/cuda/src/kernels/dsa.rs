@@ -12,6 +12,9 @@ use crate::{
 pub(crate) static FILE: File =
     File { name: "dsa.cu", text: include_str!("dsa.cu"), constants: &["PAGE", "KPOOL", "DIM", "HEADS"] };
 
+/// Constants of a layer without an indexer, where only the page matters.
+pub(crate) const WITHOUT_INDEXER: [usize; 4] = [PAGE_TOKENS, 1, 32, 1];
+
 /// Floats of scores held at a time; more rows are taken in turns.
 const SCORES: usize = 16 << 20;
 
@@ -51,8 +54,7 @@ pub(crate) fn dsa_write(
     let (segments, row_segments, pages) = (cuda.plan.segments(), cuda.plan.row_segments(), cuda.plan.pages());
     let dim = indexer.map_or(32, |i| i.dim);
     let keys = cuda.scratch("index keys", 4 * rows * dim)?;
-    // Without an indexer its constants do not matter.
-    let constants = indexer.map_or([PAGE_TOKENS as i64, 1, 32, 1], constants);
+    let constants = indexer.map_or(WITHOUT_INDEXER.map(|c| c as i64), constants);
     let norm = indexer.map(|i| &i.k_norm);
     let arguments = Arguments::new()
         .with(segments)

@@ -1,0 +1,97 @@
+//! All kernels of a model: what a start compiles ahead and what the checks without a device compile.
+
+use std::collections::BTreeSet;
+
+use glimmer_checkpoint::{Config, VisionConfig};
+use glimmer_tensor::PAGE_TOKENS;
+
+use crate::{
+    bench,
+    compile::Unit,
+    kernels::{
+        dense, dsa,
+        gemm::{self, Variant},
+        kda, mhc, mla, moe, vision,
+    },
+};
+
+/// The units of a model. `reduced` leaves out variants of the products that differ in sizes only.
+pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
+    let text = &config.text;
+    let values = |numbers: &[usize]| numbers.iter().map(|&n| n as i64).collect::<Vec<i64>>();
+    let (index, moe_config) = (&text.indexer, &text.moe);
+    let (top, experts) = (moe_config.experts_per_token, moe_config.num_experts);
+    let mut units = vec![
+        dense::FILE.unit(&[]),
+        bench::FILE.unit(&[]),
+        mhc::FILE.unit(&values(&[text.mhc.streams])),
+        kda::FILE.unit(&values(&[text.kda.head_dim, text.kda.conv_kernel])),
+        dsa::FILE.unit(&values(&[PAGE_TOKENS, index.kpool, index.head_dim, index.num_heads])),
+        dsa::FILE.unit(&values(&dsa::WITHOUT_INDEXER)),
+        mla::FILE.unit(&values(&[text.mla.kv_lora_rank, PAGE_TOKENS])),
+        moe::FILE.unit(&values(&[top, experts, moe_config.num_groups, moe_config.topk_groups])),
+    ];
+    if moe_config.num_groups != 1 || moe_config.topk_groups != 1 {
+        units.push(moe::FILE.unit(&values(&[top, experts, 1, 1])));
+    }
+    if let Some(v) = &config.vision {
+        units.push(vision::FILE.unit(&values(&[v.hidden_size / v.num_heads])));
+    }
+    let mut seen = BTreeSet::new();
+    for variant in variants(config) {
+        let mut constants = variant.constants();
+        if reduced {
+            // One number of tokens and one split of the columns stand for all.
+            constants[3] = 1;
+            constants[4] = 1;
+        }
+        if seen.insert(constants) {
+            units.push(gemm::FILE.unit(&constants));
+        }
+    }
+    units
+}
+
+fn variants(config: &Config) -> impl Iterator<Item = Variant> {
+    let text = &config.text;
+    let shared = text.moe.num_shared * text.moe.intermediate_size;
+    let routed_in = [text.hidden_size, text.moe.intermediate_size];
+    let mut plain = vec![
+        text.hidden_size,
+        2 * text.hidden_size,
+        text.intermediate_size,
+        shared,
+        text.kda.head_dim,
+        text.kda.num_heads * text.kda.head_dim,
+        text.mla.q_lora_rank,
+        text.mla.num_heads * text.mla.v_head_dim,
+    ];
+    let mut gated = vec![text.hidden_size];
+    if let Some(v) = &config.vision {
+        plain.extend(vision_columns(v));
+        gated.extend([v.hidden_size, v.out_hidden_size]);
+    }
+    let tokens = |int4| if int4 { &[1, 2, 4][..] } else { &[1, 2, 4, 8] };
+    let of = move |int4: bool, swiglu: bool, grouped: bool, columns: usize| {
+        tokens(int4).iter().map(move |&tiles| Variant { int4, swiglu, grouped, tiles, columns })
+    };
+    let [up, down] = routed_in;
+    let routed =
+        [false, true].into_iter().flat_map(move |int4| of(int4, true, true, up).chain(of(int4, false, true, down)));
+    let plain = plain.into_iter().flat_map(move |columns| of(false, false, false, columns));
+    let gated = gated.into_iter().flat_map(move |columns| of(false, true, false, columns));
+    routed.chain(plain).chain(gated)
+}
+
+fn vision_columns(v: &VisionConfig) -> [usize; 6] {
+    let patch = v.in_channels * v.temporal_patch_size * v.patch_size * v.patch_size;
+    let merge = v.spatial_merge_size * v.spatial_merge_size;
+    [
+        patch,
+        v.hidden_size,
+        v.intermediate_size,
+        merge * v.hidden_size,
+        v.out_hidden_size,
+        v.projection_intermediate_size,
+    ]
+}
