@@ -20,12 +20,13 @@ use crate::{
     compile::Compiler,
     device::Device,
     error,
-    kernels::{dense, dsa, kda, mhc, mla, moe, vision},
+    kernels::{dense, dsa, experts::Sizes, kda, mhc, mla, moe, vision},
     launch::{Arguments, Grid, Kernels},
     memory::{Allocator, Memory},
     plan::Plan,
     types::{
-        BLOCK, CudaBuffer, CudaMatrix, CudaRouting, CudaSelection, CudaVector, Format, GROUP, Kind, require, unique,
+        BLOCK, CudaBuffer, CudaMatrix, CudaRouting, CudaSelection, CudaVector, Format, GROUP, INT4_BLOCK_BYTES, Kind,
+        require, unique,
     },
 };
 
@@ -55,8 +56,8 @@ pub struct Cuda {
     pub(crate) tables: HashMap<u64, Memory>,
     /// Routing, rows and tiles of the work list in scratch.
     pub(crate) planned: Option<(u64, usize, usize)>,
-    /// Stages ahead and blocks held of the product kernel; below zero for its own choice.
-    pub(crate) tuning: [i64; 2],
+    /// Sizes of the experts' kernel other than its own choice (for measurements).
+    pub(crate) tuning: Option<Sizes>,
     /// Rotary angles of the last picture: height, width, head width.
     pub(crate) turns: Option<((usize, usize, usize), Memory)>,
 }
@@ -78,7 +79,7 @@ impl Cuda {
             staging: Mutex::new(None),
             tables: HashMap::new(),
             planned: None,
-            tuning: [-1; 2],
+            tuning: None,
             turns: None,
         })
     }
@@ -137,7 +138,7 @@ impl Cuda {
             self.memory.zeroed("a matrix", out * pitch * size)?
         };
         data.write_rows(bytes, columns * size, pitch * size)?;
-        Ok(CudaMatrix { kind, out, columns, pitch, data, scale: None, id: unique() })
+        Ok(CudaMatrix { kind, out, columns, pitch, data, id: unique() })
     }
 
     fn int4_matrix(&self, packed: &TensorData, scale: &TensorData) -> Result<CudaMatrix> {
@@ -156,8 +157,7 @@ impl Cuda {
         }
         let (raw, raw_scale) = (packed.bytes.as_slice(), scale.bytes.as_slice());
         let scale_at = raw.len().next_multiple_of(256);
-        let data = self.memory.uninitialized("a matrix", raw.len())?;
-        let scales = self.memory.uninitialized("scales", raw_scale.len())?;
+        let data = self.memory.uninitialized("a matrix", out / 8 * (columns / GROUP) * INT4_BLOCK_BYTES)?;
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let staged = match staging.take().filter(|s| s.bytes() >= scale_at + raw_scale.len()) {
             Some(staged) => staged,
@@ -170,12 +170,11 @@ impl Cuda {
             .with(staged.address() + scale_at as u64)
             .int(out)
             .int(columns)
-            .with(data.address())
-            .with(scales.address());
+            .with(data.address());
         let kernel = self.kernels.get(&dense::FILE, &[], "pack_int4")?;
         self.kernels.launch(kernel, Grid::new([(out * words).div_ceil(256), 1, 1], 256), arguments)?;
         *staging = Some(staged);
-        Ok(CudaMatrix { kind: Kind::Int4, out, columns, pitch: columns, data, scale: Some(scales), id: unique() })
+        Ok(CudaMatrix { kind: Kind::Int4, out, columns, pitch: columns, data, id: unique() })
     }
 }
 

@@ -11,7 +11,7 @@ use crate::{
     kernels::{gemm, moe},
     launch::{Arguments, File, Grid},
     memory::{Event, Memory},
-    types::{CudaMatrix, Kind, unique},
+    types::{CudaMatrix, GROUP, INT4_BLOCK_BYTES, Kind, unique},
 };
 
 pub(crate) static FILE: File = File { name: "measure.cu", text: include_str!("kernels/measure.cu"), constants: &[] };
@@ -107,11 +107,9 @@ pub fn read_rate(cuda: &mut Cuda) -> Result<Row> {
 }
 
 fn int4(cuda: &Cuda, out: usize, columns: usize) -> Result<Linear<Cuda>> {
-    let data = cuda.memory.uninitialized("random weights", out * columns / 2)?;
-    let scale = cuda.memory.uninitialized("random weights", 2 * out * columns / 128)?;
-    fill(cuda, &data, 0)?;
-    fill(cuda, &scale, 2)?;
-    let weight = CudaMatrix { kind: Kind::Int4, out, columns, pitch: columns, data, scale: Some(scale), id: unique() };
+    let data = cuda.memory.uninitialized("random weights", out / 8 * (columns / GROUP) * INT4_BLOCK_BYTES)?;
+    fill(cuda, &data, 2)?;
+    let weight = CudaMatrix { kind: Kind::Int4, out, columns, pitch: columns, data, id: unique() };
     Ok(Linear { weight, bias: None })
 }
 
@@ -134,7 +132,7 @@ pub fn random_experts(cuda: &Cuda, chain: Chain) -> Result<Experts<Cuda>> {
 }
 
 /// The chain planes, work list, gate and up with SwiGLU, down, combination, over the sets in turn; then its two products
-/// alone. `tuning` is `[stages ahead, blocks a multiprocessor]` of the product kernel, below zero for its own choice.
+/// alone. `tuning` are sizes of the experts' kernel: groups a stage, warps, stages of a warp, groups unrolled.
 ///
 /// # Errors
 /// Errors of the device.
@@ -142,7 +140,7 @@ pub fn expert_chain(
     cuda: &mut Cuda,
     chain: Chain,
     sets: &[Experts<Cuda>],
-    tuning: [i64; 2],
+    tuning: Option<[i64; 4]>,
 ) -> Result<(Vec<Row>, usize)> {
     let Chain { experts, top, hidden, width, rows } = chain;
     let choices = rows * top;
@@ -187,7 +185,7 @@ pub fn expert_chain(
         gemm::planes(cuda, rows, input)?;
         moe::list_for(cuda, rows, &routings[i % ROUTINGS], true)
     })?;
-    cuda.tuning = [-1; 2];
+    cuda.tuning = None;
     let rows = vec![
         Row { name: name("chain"), micros: full, bytes, flops },
         Row { name: name("planes + list"), micros: lists, bytes: 0.0, flops: 0.0 },

@@ -9,6 +9,9 @@ use crate::memory::Memory;
 /// Columns of an INT4 group, which share one scale.
 pub(crate) const GROUP: usize = 128;
 
+/// Bytes of 8 rows by a group of columns in INT4: codes and scales.
+pub(crate) const INT4_BLOCK_BYTES: usize = 8 * GROUP / 2 + 8 * 2;
+
 /// Columns of a block that the tensor-core products take at once; BF16 rows are padded to whole blocks.
 pub(crate) const BLOCK: usize = 32;
 
@@ -68,7 +71,7 @@ pub(crate) enum Kind {
     Bf16,
     /// F32, rows without padding.
     F32,
-    /// INT4 in the layout of the products (see `kernels/gemm.cu`).
+    /// INT4 in the blocks of the products, scales inside (see `kernels/gemm.cu`).
     Int4,
 }
 
@@ -81,8 +84,6 @@ pub struct CudaMatrix {
     /// Elements from one row to the next.
     pub(crate) pitch: usize,
     pub(crate) data: Memory,
-    /// INT4 only.
-    pub(crate) scale: Option<Memory>,
     /// Unique in the process.
     pub(crate) id: u64,
 }
@@ -90,10 +91,6 @@ pub struct CudaMatrix {
 impl CudaMatrix {
     pub(crate) fn address(&self) -> u64 {
         self.data.address()
-    }
-
-    pub(crate) fn scale_address(&self) -> u64 {
-        self.scale.as_ref().map_or(0, Memory::address)
     }
 
     /// 1 for BF16, 0 for F32: the kernels' flag for a plainly stored matrix.

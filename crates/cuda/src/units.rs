@@ -9,10 +9,11 @@ use crate::{
     bench,
     compile::Unit,
     kernels::{
-        dense, dsa,
+        dense, dsa, experts,
         gemm::{self, Variant},
         kda, mhc, mla, moe, vision,
     },
+    types::GROUP,
 };
 
 /// The units of a model. `reduced` leaves out variants of the products that differ in sizes only.
@@ -49,7 +50,18 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
             units.push(gemm::FILE.unit(&constants));
         }
     }
+    for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
+        for tiles in [1, 2, 4] {
+            let sizes = experts::sizes(tiles, columns / GROUP);
+            units.push(experts::FILE.unit(&experts::constants(swiglu, tiles, sizes)));
+        }
+    }
     units
+}
+
+/// Whether a unit uses what compute capability 9.0 brought.
+pub fn needs_bulk_copies(unit: &Unit) -> bool {
+    unit.file == experts::FILE.name
 }
 
 fn variants(config: &Config) -> impl Iterator<Item = Variant> {

@@ -18,10 +18,19 @@ pub(crate) fn run(cuda: &mut Cuda, tune: bool) -> usize {
     for (width, anchors) in ANCHORS {
         let chain = |rows| Chain { experts: 288, top: 8, hidden: 4096, width, rows };
         let sets: Vec<_> = (0..2).map(|_| random_experts(cuda, chain(1)).unwrap()).collect();
-        let tunings: &[[i64; 2]] = if tune { &[[-1, -1], [1, 4], [2, 4], [3, 2], [1, 3]] } else { &[[-1, -1]] };
-        for tuning in tunings {
+        let mut tunings = vec![None];
+        if tune {
+            let sizes =
+                [[4, 8, 3, 1], [4, 8, 3, 2], [4, 12, 2, 2], [2, 12, 4, 1], [2, 12, 4, 2], [2, 16, 3, 1], [1, 16, 6, 1]];
+            tunings.extend(sizes.map(Some));
+        }
+        for &tuning in &tunings {
             for &(rows, anchor) in anchors {
-                let (results, distinct) = expert_chain(cuda, chain(rows), &sets, *tuning).unwrap();
+                // Other sizes do not suit wider tiles of tokens.
+                if tuning.is_some() && rows > 96 {
+                    continue;
+                }
+                let (results, distinct) = expert_chain(cuda, chain(rows), &sets, tuning).unwrap();
                 for (i, row) in results.iter().enumerate() {
                     let [median, low, high] = row.micros;
                     print!(

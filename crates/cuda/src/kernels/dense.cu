@@ -110,8 +110,8 @@ KERNEL mtp_input(const u32 *tokens, const u8 *table, int bf16, int pitch, const 
     for (int i = threadIdx.x; i < width; i += 256) to[width + i] = h[i] * scale * hnorm[i];
 }
 
-// Raw INT4 rows (eight columns a word, lowest nibble first) to the layout of the products; see gemm.cu.
-KERNEL pack_int4(const u32 *raw, const u16 *scale, int outputs, int columns, u32 *packed, u16 *packed_scale) {
+// Raw INT4 rows (eight columns a word, lowest nibble first) and their scales to the blocks of the products; see gemm.cu.
+KERNEL pack_int4(const u32 *raw, const u16 *scale, int outputs, int columns, u32 *packed) {
     const int words = columns / 8, groups = columns / 128;
     const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (u64)outputs * words) return;
@@ -120,8 +120,9 @@ KERNEL pack_int4(const u32 *raw, const u16 *scale, int outputs, int columns, u32
     u32 v = 0;
 #pragma unroll
     for (int p = 0; p < 4; p++) v |= ((w >> (8 * p)) & 15) << (4 * p) | ((w >> (8 * p + 4)) & 15) << (4 * p + 16);
-    packed[(((u64)(row / 8) * groups + group) * 32 + 4 * (row % 8) + t) * 4 + i] = v;
-    if (word % 16 == 0) packed_scale[((u64)(row / 8) * groups + group) * 8 + row % 8] = scale[(u64)row * groups + group];
+    u32 *block = packed + ((u64)(row / 8) * groups + group) * 132;
+    block[(4 * (row % 8) + t) * 4 + i] = v;
+    if (word % 16 == 0) ((u16 *)(block + 128))[row % 8] = scale[(u64)row * groups + group];
 }
 
 // to[i] = from[rows[i]] of words; the lengths go along.

@@ -9,9 +9,9 @@
 // Physical order of columns: in each block of 32, lane t of a quarter-warp takes columns 8 t .. 8 t + 7, in one 16-byte load of
 // a stored row and of an activation plane alike. The order inside a sum is free, so nothing is shuffled.
 //
-// INT4 layout [out / 8][columns / 128][32 lanes][4 words]: word i of lane (g, t) holds row g, columns 32 i + 8 t .. + 7; its
-// nibble p is column 2 p, nibble p + 4 column 2 p + 1, so that a shift and a mask give a pair of bf16. Scales
-// [out / 8][columns / 128][8] bf16.
+// INT4 layout: for every 8 rows and every 128 columns a block of 528 bytes, `[32 lanes][4 words]` and 8 bf16 scales. Word i of
+// lane (g, t) holds row g, columns 32 i + 8 t .. + 7; its nibble p is column 2 p, nibble p + 4 column 2 p + 1, so that a shift
+// and a mask give a pair of bf16.
 //
 // Compile-time constants: INT4, SWIGLU (rows of two matrices interleaved by 8, activation applied), GROUPED (work items
 // name an expert and a run of a token list), NT (tiles of 8 tokens), WK (warps along K; the others along outputs).
@@ -21,6 +21,7 @@
 #define WM (WARPS / WK)
 #define TOKENS (8 * NT)
 #define TILE 32
+#define TILE_BYTES 528
 // Stages of weights in registers ahead of their use, and blocks of 128 threads a multiprocessor is to hold.
 #ifndef DEPTH
 #define DEPTH (INT4 ? (NT <= 1 ? 2 : 1) : (NT <= 1 ? 4 : (NT <= 4 ? 2 : 1)))
@@ -31,7 +32,7 @@
 
 // Where an expert's matrices are.
 struct Weights {
-    const u8 *gate, *gate_scale, *up, *up_scale, *down, *down_scale;
+    const u8 *gate, *up, *down;
 };
 
 struct Item {
@@ -39,8 +40,8 @@ struct Item {
 };
 
 struct Args {
-    const u8 *w0, *s0, *w1, *s1;  // ungrouped: the matrix (SWIGLU: gate and up) and scales
-    const Weights *table;         // grouped
+    const u8 *w0, *w1;     // ungrouped: the matrix (SWIGLU: gate and up)
+    const Weights *table;  // grouped
     const Item *items;
     const u32 *item_count;
     const u32 *list;        // grouped: choices by expert
@@ -94,8 +95,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
     if (blockIdx.y >= *p.item_count) return;
     const Item item = p.items[blockIdx.y];
     const Weights weights = p.table[item.expert];
-    const u8 *w0 = p.down ? weights.down : weights.gate, *s0 = p.down ? weights.down_scale : weights.gate_scale;
-    const u8 *w1 = weights.up, *s1 = weights.up_scale;
+    const u8 *w0 = p.down ? weights.down : weights.gate, *w1 = weights.up;
     const int count = item.count;
     if (threadIdx.x < TOKENS) {
         u32 choice = threadIdx.x < count ? p.list[item.first + threadIdx.x] : 0;
@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
         rows_in[threadIdx.x] = choice / p.divisor;
     }
 #else
-    const u8 *w0 = p.w0, *s0 = p.s0, *w1 = p.w1, *s1 = p.s1;
+    const u8 *w0 = p.w0, *w1 = p.w1;
     const int first = blockIdx.y * TOKENS, count = min_of(TOKENS, p.rows - first);
     if (threadIdx.x < TOKENS) {
         rows_out[threadIdx.x] = first + threadIdx.x;
@@ -122,18 +122,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #else
     const int groups = (p.w_pitch + 127) / 128, blocks = p.w_pitch / 32;
 #endif
-    // Places in bytes (scales: in elements); a matrix is smaller than 4 GiB.
+    // Places in bytes; a matrix is smaller than 4 GiB.
     u32 a[4];
-#if INT4
-    u32 as[4];
-#endif
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         const int row = SWIGLU ? base + 8 * (j >> 1) : base + 8 * j;
 #if INT4
         const u32 tile = min_of(row, p.outputs - 8) / 8;
-        a[j] = (tile * groups * 32 + lane) * 16;
-        as[j] = tile * groups * 8 + g;
+        a[j] = tile * groups * TILE_BYTES;
 #else
         a[j] = ((u32)min_of(row + g, p.outputs - 1) * p.w_pitch + 8 * t) * 2;
 #endif
@@ -158,8 +154,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #pragma unroll
         for (int j = 0; j < 4; j++) {
 #if INT4
-            stage.w[j] = load_stream((SWIGLU && (j & 1) ? w1 : w0) + (a[j] + step * 512u));
-            stage.s[j] = ((const u16 *)(SWIGLU && (j & 1) ? s1 : s0))[as[j] + step * 8u];
+            const u8 *from = (SWIGLU && (j & 1) ? w1 : w0) + (a[j] + step * (u32)TILE_BYTES);
+            stage.w[j] = load_stream(from + 16 * lane);
+            stage.s[j] = ((const u16 *)(from + 512))[g];
 #else
             stage.w[j] = load_stream((SWIGLU && (j & 1) ? w1 : w0) + (a[j] + step * 64u));
 #endif

@@ -18,11 +18,8 @@ use crate::{
     types::{BLOCK, CudaBuffer, CudaMatrix, Format, Kind, require},
 };
 
-pub(crate) static FILE: File = File {
-    name: "gemm.cu",
-    text: include_str!("gemm.cu"),
-    constants: &["INT4", "SWIGLU", "GROUPED", "NT", "WK", "DEPTH", "MIN_BLOCKS"],
-};
+pub(crate) static FILE: File =
+    File { name: "gemm.cu", text: include_str!("gemm.cu"), constants: &["INT4", "SWIGLU", "GROUPED", "NT", "WK"] };
 
 const WARPS: usize = 4;
 /// Outputs of a warp.
@@ -33,9 +30,7 @@ const TILE: usize = 32;
 #[repr(C)]
 pub(crate) struct Args {
     pub(crate) w0: u64,
-    pub(crate) s0: u64,
     pub(crate) w1: u64,
-    pub(crate) s1: u64,
     pub(crate) table: u64,
     pub(crate) items: u64,
     pub(crate) item_count: u64,
@@ -70,9 +65,10 @@ pub(crate) struct Variant {
     pub(crate) columns: usize,
 }
 
-/// Warps that share the columns: a function of their number alone.
-fn column_warps(columns: usize) -> usize {
+/// Warps that share the columns: a function of their number alone, and one for INT4, as in [`super::experts`].
+fn column_warps(int4: bool, columns: usize) -> usize {
     match columns {
+        _ if int4 => 1,
         0..2048 => 1,
         2048..4096 => 2,
         _ => 4,
@@ -93,12 +89,18 @@ pub(crate) fn tiles(int4: bool, tokens: usize) -> usize {
 impl Variant {
     pub(crate) fn constants(self) -> [i64; 5] {
         let flag = i64::from;
-        [flag(self.int4), flag(self.swiglu), flag(self.grouped), self.tiles as i64, column_warps(self.columns) as i64]
+        [
+            flag(self.int4),
+            flag(self.swiglu),
+            flag(self.grouped),
+            self.tiles as i64,
+            column_warps(self.int4, self.columns) as i64,
+        ]
     }
 
     /// Outputs of a block.
     pub(crate) fn outputs(self) -> usize {
-        let rows = WARPS / column_warps(self.columns) * TILE;
+        let rows = WARPS / column_warps(self.int4, self.columns) * TILE;
         if self.swiglu { rows / 2 } else { rows }
     }
 }
@@ -150,7 +152,6 @@ pub(crate) fn planes(cuda: &mut Cuda, rows: usize, input: Input<'_>) -> Result<P
 fn arguments(x: Planes, rows: usize, matrix: &CudaMatrix) -> Args {
     Args {
         w0: matrix.address(),
-        s0: matrix.scale_address(),
         x: x.address,
         plane: x.plane as u64,
         rows: rows as i32,
@@ -206,7 +207,6 @@ pub(crate) fn gated(
     same_kind(matrix, &up.weight)?;
     let mut args = Args {
         w1: up.weight.address(),
-        s1: up.weight.scale_address(),
         b0: gate.bias.as_ref().map_or(0, |b| b.address()),
         b1: up.bias.as_ref().map_or(0, |b| b.address()),
         limit,
@@ -245,9 +245,7 @@ pub(crate) fn same_kind(a: &CudaMatrix, b: &CudaMatrix) -> Result<()> {
 
 /// Launches a variant.
 pub(crate) fn run(cuda: &Cuda, variant: Variant, blocks: [usize; 3], args: Args) -> Result<()> {
-    let [int4, swiglu, grouped, tiles, warps] = variant.constants();
-    let [depth, blocks_held] = cuda.tuning;
-    let kernel = cuda.kernels.get(&FILE, &[int4, swiglu, grouped, tiles, warps, depth, blocks_held], "gemm")?;
+    let kernel = cuda.kernels.get(&FILE, &variant.constants(), "gemm")?;
     cuda.kernels.launch(kernel, Grid::new(blocks, 32 * WARPS), Arguments::new().with(args))?;
     Ok(())
 }

@@ -8,7 +8,8 @@ DEVICE u32 mixed(u64 x) {
     return (u32)(x >> 32);
 }
 
-// Random words. kind 0: any bits; 1: f32 in -1 .. 1; 2: pairs of bf16 scales in 1/256 .. 1/128; 3: pairs of bf16 in -1 .. 1.
+// Random words. kind 0: any bits; 1: f32 in -1 .. 1; 2: blocks of INT4 (see gemm.cu) with scales in 1/256 .. 1/128; 3: pairs of
+// bf16 in -1 .. 1.
 KERNEL fill(u32 *to, u64 words, u64 seed, int kind) {
     for (u64 i = (u64)blockIdx.x * blockDim.x + threadIdx.x; i < words; i += (u64)gridDim.x * blockDim.x) {
         const u32 r = mixed(i ^ seed * 0xd1342543de82ef95ull);
@@ -16,7 +17,7 @@ KERNEL fill(u32 *to, u64 words, u64 seed, int kind) {
         const float b = (float)(int)(r << 16) * (1.0f / 2147483648.0f);
         to[i] = kind == 0 ? r
               : kind == 1 ? __float_as_uint(a)
-              : kind == 2 ? narrow((1.0f + 0.5f * (a + 1.0f)) / 256.0f, (1.0f + 0.5f * (b + 1.0f)) / 256.0f)
+              : kind == 2 ? i % 132 < 128 ? r : narrow((1.0f + 0.5f * (a + 1.0f)) / 256.0f, (1.0f + 0.5f * (b + 1.0f)) / 256.0f)
                           : narrow(a, b);
     }
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod dense;
 pub(crate) mod dsa;
+pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod kda;
 pub(crate) mod mhc;

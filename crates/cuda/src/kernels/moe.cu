@@ -84,9 +84,11 @@ KERNEL choose(const float *logits, const float *bias, int rows, int normalize, f
 }
 
 // Choices (row * TOP + k) grouped by expert, ascending in a group, and work items of up to `tokens` choices. One block of
-// 1024 threads; a warp places an expert's choices in order, so the list is the same every time.
+// 1024 threads: choices in rounds of 1024, a thread each; a choice's place is its expert's start, plus what earlier rounds,
+// earlier warps and earlier lanes hold of the same expert. Nothing depends on which thread comes first.
 KERNEL plan(const u32 *experts, int choices, int tokens, u32 *grouped, Item *items, u32 *item_count) {
-    __shared__ u32 count[EXPERTS], start[EXPERTS + 1], item[EXPERTS + 1];
+    __shared__ u32 count[EXPERTS], start[EXPERTS], item[EXPERTS];
+    __shared__ u16 held[32][EXPERTS];
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     for (int e = tid; e < EXPERTS; e += 1024) count[e] = 0;
     __syncthreads();
@@ -110,19 +112,36 @@ KERNEL plan(const u32 *experts, int choices, int tokens, u32 *grouped, Item *ite
         if (lane == 0) *item_count = n;
     }
     __syncthreads();
-    for (int e = warp; e < EXPERTS; e += 32) {
+    for (int e = tid; e < EXPERTS; e += 1024) {
         const u32 own = count[e];
-        for (u32 i = lane * tokens, n = item[e] + lane; i < own; i += 32 * tokens, n += 32) {
-            Item it = {(u32)e, start[e] + i, (u32)min_of(tokens, own - i)};
+        for (u32 i = 0, n = item[e]; i < own; i += tokens, n++) {
+            const Item it = {(u32)e, start[e] + i, (u32)min_of(tokens, own - i)};
             items[n] = it;
         }
-        u32 found = 0;
-        for (int c = 0; c < choices && found < own; c += 32) {
-            const bool hit = c + lane < choices && experts[c + lane] == e;
-            const u32 mask = __ballot_sync(FULL, hit);
-            if (hit) grouped[start[e] + found + __popc(mask & ((1u << lane) - 1))] = c + lane;
-            found += __popc(mask);
+    }
+    for (int first = 0; first < choices; first += 1024) {
+        __syncthreads();
+        for (int i = tid; i < 32 * EXPERTS; i += 1024) held[i / EXPERTS][i % EXPERTS] = 0;
+        __syncthreads();
+        const int c = first + tid;
+        const u32 e = c < choices ? experts[c] : EXPERTS;
+        const u32 mask = __match_any_sync(FULL, e), before = __popc(mask & ((1u << lane) - 1));
+        if (e < EXPERTS && before == 0) held[warp][e] = __popc(mask);
+        __syncthreads();
+        for (int x = tid; x < EXPERTS; x += 1024) {
+            u32 sum = 0;
+#pragma unroll
+            for (int w = 0; w < 32; w++) {
+                const u32 own = held[w][x];
+                held[w][x] = sum;
+                sum += own;
+            }
+            count[x] = sum;
         }
+        __syncthreads();
+        if (e < EXPERTS) grouped[start[e] + held[warp][e] + before] = c;
+        __syncthreads();
+        for (int x = tid; x < EXPERTS; x += 1024) start[x] += count[x];
     }
 }
 

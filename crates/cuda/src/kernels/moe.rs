@@ -10,7 +10,7 @@ use bytemuck::Zeroable;
 use glimmer_tensor::{Error, Experts, Result, RouterRule};
 
 use super::{
-    dense,
+    dense, experts,
     gemm::{self, Args, Input, Variant},
 };
 use crate::{
@@ -90,10 +90,10 @@ fn check_rule(rule: RouterRule, experts: usize) -> Result<()> {
 }
 
 /// Checks the experts once for each set and gives the address of their table.
-fn table(cuda: &mut Cuda, experts: &Experts<Cuda>, routing: &CudaRouting, rows: usize) -> Result<(Shape, u64)> {
-    require_equal("experts of the routing", experts.routed.len(), routing.num_experts)?;
+fn table(cuda: &mut Cuda, set: &Experts<Cuda>, routing: &CudaRouting, rows: usize) -> Result<(Shape, u64)> {
+    require_equal("experts of the routing", set.routed.len(), routing.num_experts)?;
     require("rows of the routing", rows, routing.rows)?;
-    let Some(first) = experts.routed.first() else {
+    let Some(first) = set.routed.first() else {
         return Err(Error::Capacity { what: "routed experts", needed: 1, available: 0 });
     };
     let shape = Shape {
@@ -103,21 +103,21 @@ fn table(cuda: &mut Cuda, experts: &Experts<Cuda>, routing: &CudaRouting, rows: 
         int4: first.gate.weight.kind == Kind::Int4,
     };
     let mut hash = DefaultHasher::new();
-    for e in &experts.routed {
+    for e in &set.routed {
         [e.gate.weight.id, e.up.weight.id, e.down.weight.id].hash(&mut hash);
     }
     let key = hash.finish();
     if let Some(table) = cuda.tables.get(&key) {
         return Ok((shape, table.address()));
     }
-    let mut addresses = Vec::with_capacity(6 * experts.routed.len());
-    for e in &experts.routed {
+    let mut addresses = Vec::with_capacity(3 * set.routed.len());
+    for e in &set.routed {
         dense::check_swiglu(e, shape.input)?;
         require_equal("experts: rows of down", shape.hidden, e.down.weight.out)?;
         require_equal("experts: width of the routed experts", shape.width, e.gate.weight.out)?;
         for matrix in [&e.gate.weight, &e.up.weight, &e.down.weight] {
             gemm::same_kind(&first.gate.weight, matrix)?;
-            addresses.extend([matrix.address(), matrix.scale_address()]);
+            addresses.push(matrix.address());
         }
     }
     let table = cuda.memory.upload("table of experts", &addresses)?;
@@ -158,6 +158,14 @@ fn list(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, tiles: usize) -> Re
     Ok(list)
 }
 
+/// The products of the work list.
+fn products(cuda: &Cuda, variant: Variant, most: usize, outputs: usize, args: Args) -> Result<()> {
+    if variant.int4 && experts::run(cuda, variant.swiglu, variant.tiles, most, args)? {
+        return Ok(());
+    }
+    gemm::run(cuda, variant, [outputs.div_ceil(variant.outputs()), most, 1], args)
+}
+
 /// Makes the work list only (for measurements).
 pub(crate) fn list_for(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, int4: bool) -> Result<()> {
     let tiles = tiles(int4, rows * routing.top, routing.num_experts);
@@ -168,13 +176,13 @@ pub(crate) fn list_for(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, int4
 pub(crate) fn moe_up(
     cuda: &mut Cuda,
     rows: usize,
-    experts: &Experts<Cuda>,
+    set: &Experts<Cuda>,
     routing: &CudaRouting,
     x: &CudaBuffer,
     act: &mut CudaBuffer,
     shared_act: &mut CudaBuffer,
 ) -> Result<()> {
-    let (shape, table) = table(cuda, experts, routing, rows)?;
+    let (shape, table) = table(cuda, set, routing, rows)?;
     let choices = rows * routing.top;
     x.require("moe_up: the input", rows, shape.input)?;
     act.require("moe_up: the activation", choices, shape.width)?;
@@ -192,19 +200,19 @@ pub(crate) fn moe_up(
         outputs: shape.width as i32,
         columns: shape.input as i32,
         pitch: planes.pitch as i32,
-        w_pitch: experts.routed[0].gate.weight.pitch as i32,
+        w_pitch: set.routed[0].gate.weight.pitch as i32,
         divisor: routing.top as i32,
-        limit: experts.limit,
+        limit: set.limit,
         ..Args::zeroed()
     };
     gemm::into_planes(act, choices, shape.width, &mut args);
     let variant = Variant { int4: shape.int4, swiglu: true, grouped: true, tiles, columns: shape.input };
-    gemm::run(cuda, variant, [shape.width.div_ceil(variant.outputs()), list.most, 1], args)?;
-    if let Some(shared) = &experts.shared {
+    products(cuda, variant, list.most, shape.width, args)?;
+    if let Some(shared) = &set.shared {
         dense::check_swiglu(shared, shape.input)?;
         require_equal("experts: rows of down", shape.hidden, shared.down.weight.out)?;
         shared_act.require("moe_up: the shared activation", rows, shared.gate.weight.out)?;
-        gemm::gated(cuda, rows, planes, &shared.gate, &shared.up, experts.limit, shared_act)?;
+        gemm::gated(cuda, rows, planes, &shared.gate, &shared.up, set.limit, shared_act)?;
     }
     Ok(())
 }
@@ -213,13 +221,13 @@ pub(crate) fn moe_up(
 pub(crate) fn moe_down(
     cuda: &mut Cuda,
     rows: usize,
-    experts: &Experts<Cuda>,
+    set: &Experts<Cuda>,
     routing: &CudaRouting,
     act: &CudaBuffer,
     shared_act: &CudaBuffer,
     out: &mut CudaBuffer,
 ) -> Result<()> {
-    let (shape, table) = table(cuda, experts, routing, rows)?;
+    let (shape, table) = table(cuda, set, routing, rows)?;
     let choices = rows * routing.top;
     act.require("moe_down: the activation", choices, shape.width)?;
     out.require("moe_down: the output", rows, shape.hidden)?;
@@ -241,7 +249,7 @@ pub(crate) fn moe_down(
         outputs: shape.hidden as i32,
         columns: shape.width as i32,
         pitch: planes.pitch as i32,
-        w_pitch: experts.routed[0].down.weight.pitch as i32,
+        w_pitch: set.routed[0].down.weight.pitch as i32,
         divisor: 1,
         down: 1,
         y: down,
@@ -249,9 +257,9 @@ pub(crate) fn moe_down(
         ..Args::zeroed()
     };
     let variant = Variant { int4: shape.int4, swiglu: false, grouped: true, tiles, columns: shape.width };
-    gemm::run(cuda, variant, [shape.hidden.div_ceil(variant.outputs()), list.most, 1], args)?;
+    products(cuda, variant, list.most, shape.hidden, args)?;
     let mut shared_out = 0;
-    if let Some(shared) = &experts.shared {
+    if let Some(shared) = &set.shared {
         let width = shared.gate.weight.out;
         shared_act.require("moe_down: the shared activation", rows, width)?;
         let planes = gemm::planes(cuda, rows, Input { buffer: shared_act, start: 0, width, list: 0 })?;

@@ -1,0 +1,244 @@
+// Grouped products of INT4 experts for few tokens each: every warp streams its own weights.
+//
+// A job is 32 rows of one expert over all columns (SWIGLU: 16 gate and the same 16 up rows). Each block takes a contiguous,
+// equal share of all jobs, so that its warps mostly work on one expert and find its activations in the first-level cache;
+// its warps take the share's jobs in turn. A warp keeps DEPTH stages of weights under way with bulk copies into shared
+// memory, across the ends of jobs, and sums a job in registers: no reduction, no synchronisation between warps. The order of
+// a sum is that of gemm.cu, so both give the same bits.
+//
+// Constants: SWIGLU, NT (tiles of 8 tokens an item), GROUPS (groups of 128 columns a stage), WARPS, DEPTH.
+#include "common.cuh"
+
+#define TILE_BYTES 528
+#define STAGE_BYTES (4 * GROUPS * TILE_BYTES)
+#define TOKENS (8 * NT)
+#define MAX_ITEMS 32
+#ifndef UNROLL
+#define UNROLL 1
+#endif
+
+struct Weights {
+    const u8 *gate, *up, *down;
+};
+
+struct Item {
+    u32 expert, first, count;
+};
+
+// As in gemm.cu.
+struct Args {
+    const u8 *w0, *w1;
+    const Weights *table;
+    const Item *items;
+    const u32 *item_count;
+    const u32 *list;
+    const u16 *x;
+    const float *b0, *b1;
+    float *y;
+    u64 plane, y_plane;
+    int rows, outputs, columns, pitch, w_pitch, y_stride, divisor, down;
+    float limit;
+};
+
+struct Info {
+    const u8 *w0, *w1;
+    int count;
+    u32 rows[TOKENS];
+};
+
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE void wait(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@done bra over;\nbra again;\n"
+        "over:\n}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
+DEVICE void unpack(u32 w, uint4 &d) {
+    const u32 mask = 0x000f000fu, base = 0x43004300u, one = 0x3f803f80u, minus = 0xc308c308u;
+    u32 v[4];
+#pragma unroll
+    for (int p = 0; p < 4; p++) {
+        u32 s = w >> (4 * p);
+        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v[p]) : "r"(s), "r"(mask), "r"(base));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v[p]) : "r"(v[p]), "r"(one), "r"(minus));
+    }
+    d = make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+DEVICE void multiply(float (&c)[2][4], const uint4 (&a)[4], uint4 b) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        mma(c[i], a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b.x, b.y);
+        mma(c[i], a[2 * i].z, a[2 * i + 1].z, a[2 * i].w, a[2 * i + 1].w, b.z, b.w);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid_constant__ Args p) {
+    extern __shared__ __align__(128) u8 room[];
+    __shared__ Info infos[MAX_ITEMS];
+    __shared__ __align__(8) u64 barriers[WARPS * DEPTH];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    const int rows_a_job = SWIGLU ? 16 : 32;
+    const int jobs_an_item = (p.outputs + rows_a_job - 1) / rows_a_job;
+    const int groups = p.columns / 128, parts = groups / GROUPS, tiles = p.outputs / 8;
+
+    if (threadIdx.x < WARPS * DEPTH)
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barriers[threadIdx.x])) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+
+    const int total = (int)*p.item_count * jobs_an_item;
+    const int begin = (int)((u64)total * blockIdx.x / gridDim.x), end = (int)((u64)total * (blockIdx.x + 1) / gridDim.x);
+    const int first_item = begin / jobs_an_item;
+    if (begin < end) {
+        const int n = (end - 1) / jobs_an_item - first_item + 1;
+        for (int i = threadIdx.x; i < n * TOKENS; i += 32 * WARPS) {
+            const Item item = p.items[first_item + i / TOKENS];
+            Info &info = infos[i / TOKENS];
+            const int token = i % TOKENS;
+            info.rows[token] = p.list[item.first + (token < (int)item.count ? token : 0)];
+            if (token == 0) {
+                const Weights w = p.table[item.expert];
+                info.w0 = p.down ? w.down : w.gate;
+                info.w1 = w.up;
+                info.count = item.count;
+            }
+        }
+    }
+    __syncthreads();
+    const int jobs = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0, stages = jobs * parts;
+
+    // Stage `s` of this warp: part s % parts of its job s / parts. Lanes 0 to 3 copy a row tile each.
+    u8 *const slots = room + warp * DEPTH * STAGE_BYTES;
+    int ahead_job = begin + warp, ahead_part = 0, ahead = 0, ahead_slot = 0;
+    auto issue = [&]() {
+        if (ahead >= stages) return;
+        if (lane < 4) {
+            const Info &info = infos[ahead_job / jobs_an_item - first_item];
+            const int strip = ahead_job % jobs_an_item;
+            const int tile = SWIGLU ? 2 * strip + (lane >> 1) : 4 * strip + lane;
+            const u8 *from = (SWIGLU && (lane & 1) ? info.w1 : info.w0) +
+                             ((u64)min_of(tile, tiles - 1) * groups + ahead_part * GROUPS) * TILE_BYTES;
+            const u32 barrier = shared_address(&barriers[warp * DEPTH + ahead_slot]);
+            const u32 to = shared_address(slots + ahead_slot * STAGE_BYTES + lane * GROUPS * TILE_BYTES);
+            if (lane == 0)
+                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(STAGE_BYTES)
+                             : "memory");
+            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                         "l"(from), "r"(GROUPS * TILE_BYTES), "r"(barrier)
+                         : "memory");
+        }
+        ahead++;
+        if (++ahead_slot == DEPTH) ahead_slot = 0;
+        if (++ahead_part == parts) ahead_part = 0, ahead_job += WARPS;
+    };
+#pragma unroll 1
+    for (int d = 0; d < DEPTH; d++) issue();
+
+    const u8 *x_high = (const u8 *)p.x, *x_low = (const u8 *)(p.x + p.plane);
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+    int slot = 0;
+    u32 parity = 0;
+#pragma unroll 1
+    for (int job = begin + warp; job < end; job += WARPS) {
+        const Info &info = infos[job / jobs_an_item - first_item];
+        const int count = info.count, strip = job % jobs_an_item;
+        bool valid[NT];
+        u32 place[NT];
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+            valid[n] = 8 * n + g < count;
+            place[n] = (info.rows[8 * n + g] / p.divisor) * (p.pitch / 8) + t;
+        }
+        float acc[NT][2][4];
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int i = 0; i < 8; i++) acc[n][i >> 2][i & 3] = 0.0f;
+        uint4 high[NT][4], low[NT][4];
+        auto activations = [&](int n, int k, int group) {
+            const u64 at = (u64)(place[n] + group * 16 + 4 * k) * 16;
+            high[n][k] = valid[n] ? load_cached(x_high + at) : zero;
+            low[n][k] = valid[n] ? load_cached(x_low + at) : zero;
+        };
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int n = 0; n < NT; n++) activations(n, k, 0);
+#pragma unroll 1
+        for (int part = 0; part < parts; part++) {
+            wait(shared_address(&barriers[warp * DEPTH + slot]), parity);
+            const u8 *stage = slots + slot * STAGE_BYTES;
+#pragma unroll UNROLL
+            for (int q = 0; q < GROUPS; q++) {
+                uint4 w[4];
+                float scale[4];
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    w[j] = *(const uint4 *)(stage + (j * GROUPS + q) * TILE_BYTES + 16 * lane);
+                    scale[j] = widen(*(const u16 *)(stage + (j * GROUPS + q) * TILE_BYTES + 512 + 2 * g));
+                }
+                const int next = min_of(part * GROUPS + q + 1, groups - 1);
+                float sum[NT][2][4];
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++) sum[n][i >> 2][i & 3] = 0.0f;
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    uint4 a[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) unpack(k == 0 ? w[j].x : k == 1 ? w[j].y : k == 2 ? w[j].z : w[j].w, a[j]);
+#pragma unroll
+                    for (int n = 0; n < NT; n++) {
+                        multiply(sum[n], a, low[n][k]);
+                        multiply(sum[n], a, high[n][k]);
+                        // Taken up one group later.
+                        activations(n, k, next);
+                    }
+                }
+#pragma unroll
+                for (int n = 0; n < NT; n++)
+#pragma unroll
+                    for (int i = 0; i < 8; i++)
+                        acc[n][i >> 2][i & 3] = fmaf(scale[i >> 1], sum[n][i >> 2][i & 3], acc[n][i >> 2][i & 3]);
+            }
+            __syncwarp();
+            issue();
+            if (++slot == DEPTH) slot = 0, parity ^= 1;
+        }
+
+#pragma unroll
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                const int token = 8 * n + 2 * t + c;
+                if (token >= count) continue;
+                const u64 line = (u64)info.rows[token] * p.y_stride;
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+#if SWIGLU
+                    const int out = strip * 16 + 8 * i + g;
+                    if (out >= p.outputs) continue;
+                    const float v = clamped_swiglu(acc[n][i][c], acc[n][i][2 + c], p.limit);
+                    if (p.y_plane) {
+                        u16 *planes = (u16 *)p.y;
+                        const u32 bits = narrow(v, 0.0f) & 0xffffu;
+                        planes[line + out] = bits;
+                        planes[line + out + p.y_plane] = narrow(v - widen(bits), 0.0f) & 0xffffu;
+                    } else {
+                        p.y[line + out] = v;
+                    }
+#else
+#pragma unroll
+                    for (int r = 0; r < 2; r++) {
+                        const int out = strip * 32 + 16 * i + 8 * r + g;
+                        if (out < p.outputs) p.y[line + out] = acc[n][i][2 * r + c];
+                    }
+#endif
+                }
+            }
+    }
+}
