@@ -132,7 +132,7 @@ pub fn random_experts(cuda: &Cuda, chain: Chain) -> Result<Experts<Cuda>> {
 }
 
 /// The chain planes, work list, gate and up with SwiGLU, down, combination, over the sets in turn; then its two products
-/// alone. `tuning` are sizes of the experts' kernel: groups a stage, warps, stages of a warp, groups unrolled.
+/// alone. `planes` of the activations are multiplied. `tuning` are sizes of the experts' kernel: groups a stage, warps, stages of a warp, groups unrolled.
 ///
 /// # Errors
 /// Errors of the device.
@@ -141,10 +141,12 @@ pub fn expert_chain(
     chain: Chain,
     sets: &[Experts<Cuda>],
     tuning: Option<[i64; 4]>,
+    planes: usize,
 ) -> Result<(Vec<Row>, usize)> {
     let Chain { experts, top, hidden, width, rows } = chain;
     let choices = rows * top;
     cuda.tuning = tuning;
+    cuda.planes = planes;
     let x = cuda.buffer(rows, hidden)?;
     fill(cuda, &x.memory, 1)?;
     let (mut act, mut shared) = (cuda.buffer(choices, width)?, cuda.buffer(1, 1)?);
@@ -182,10 +184,10 @@ pub fn expert_chain(
     let input = gemm::Input { buffer: &x, start: 0, width: hidden, list: 0 };
     let lists = timed(cuda, calls, |cuda, i| {
         cuda.planned = None;
-        gemm::planes(cuda, rows, input)?;
+        gemm::planes(cuda, rows, input, Kind::Int4)?;
         moe::list_for(cuda, rows, &routings[i % ROUTINGS], true)
     })?;
-    cuda.tuning = None;
+    (cuda.tuning, cuda.planes) = (None, 2);
     let rows = vec![
         Row { name: name("chain"), micros: full, bytes, flops },
         Row { name: name("planes + list"), micros: lists, bytes: 0.0, flops: 0.0 },

@@ -20,8 +20,10 @@ pub(crate) const BLOCK: usize = 32;
 pub(crate) enum Format {
     /// f32, `[rows, width]`.
     Float,
-    /// Two bf16 planes `[rows, pitch]`, high and low, whose sum is the value: input of a product.
+    /// Two planes `[rows, pitch]`, high and low, whose sum is the value: input of a product.
     Planes {
+        /// IEEE halves (beside INT4 weights) rather than bf16.
+        half: bool,
         /// Rows of a plane.
         rows: usize,
         /// Elements a row.

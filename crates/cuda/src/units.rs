@@ -40,11 +40,11 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     }
     let mut seen = BTreeSet::new();
     for variant in variants(config) {
-        let mut constants = variant.constants();
+        let mut constants = variant.constants(2);
         if reduced {
             // One number of tokens and one split of the columns stand for all.
-            constants[3] = 1;
             constants[4] = 1;
+            constants[5] = 1;
         }
         if seen.insert(constants) {
             units.push(gemm::FILE.unit(&constants));
@@ -53,7 +53,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
         for tiles in [1, 2, 4] {
             let sizes = experts::sizes(tiles, columns / GROUP);
-            units.push(experts::FILE.unit(&experts::constants(swiglu, tiles, sizes)));
+            units.push(experts::FILE.unit(&experts::constants(swiglu, 2, tiles, sizes)));
         }
     }
     units

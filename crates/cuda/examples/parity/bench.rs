@@ -11,7 +11,7 @@ const ANCHORS: [(usize, &[(usize, f64)]); 2] = [
     (512, &[(3, 45.4), (24, 179.7), (96, 322.9), (256, 432.0), (768, 585.1)]),
 ];
 
-pub(crate) fn run(cuda: &mut Cuda, tune: bool) -> usize {
+pub(crate) fn run(cuda: &mut Cuda, tune: bool, only: Option<usize>) -> usize {
     let rate = read_rate(cuda).unwrap();
     println!("{}: {:.1} us, {:.0} GB/s", rate.name, rate.micros[0], rate.gigabytes());
     let limit = rate.gigabytes();
@@ -20,21 +20,23 @@ pub(crate) fn run(cuda: &mut Cuda, tune: bool) -> usize {
         let sets: Vec<_> = (0..2).map(|_| random_experts(cuda, chain(1)).unwrap()).collect();
         let mut tunings = vec![None];
         if tune {
-            let sizes =
-                [[4, 8, 3, 1], [4, 8, 3, 2], [4, 12, 2, 2], [2, 12, 4, 1], [2, 12, 4, 2], [2, 16, 3, 1], [1, 16, 6, 1]];
+            let sizes = [[4, 12, 2, 2], [2, 12, 4, 2], [2, 16, 3, 1], [4, 16, 1, 1], [2, 16, 3, 2]];
             tunings.extend(sizes.map(Some));
         }
         for &tuning in &tunings {
-            for &(rows, anchor) in anchors {
+            for (&(rows, anchor), planes) in anchors.iter().flat_map(|a| [(a, 2), (a, 1)]) {
+                if only.is_some_and(|only| only != rows) {
+                    continue;
+                }
                 // Other sizes do not suit wider tiles of tokens.
                 if tuning.is_some() && rows > 96 {
                     continue;
                 }
-                let (results, distinct) = expert_chain(cuda, chain(rows), &sets, tuning).unwrap();
+                let (results, distinct) = expert_chain(cuda, chain(rows), &sets, tuning, planes).unwrap();
                 for (i, row) in results.iter().enumerate() {
                     let [median, low, high] = row.micros;
                     print!(
-                        "{tuning:?} {:<40} {median:>8.1} us ({low:.1} .. {high:.1}) {:>6.0} GB/s {:>5.1} % {:>6.1} TFLOP/s",
+                        "{tuning:?} {planes} {:<40} {median:>8.1} us ({low:.1} .. {high:.1}) {:>6.0} GB/s {:>5.1} % {:>6.1} TFLOP/s",
                         row.name,
                         row.gigabytes(),
                         100.0 * row.gigabytes() / limit,

@@ -1,7 +1,7 @@
 //! Runs the CUDA backend beside the CPU backend on this machine: every stage over odd shapes, the micro model end to end,
 //! and the expert chain against the read rate. Prints tables; the exit code is not zero when something differs.
 //!
-//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [micro] [bench]`
+//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [micro] [bench [tune] [ROWS]]`
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failure ends the program")]
 
@@ -51,7 +51,8 @@ fn main() -> ExitCode {
         failures += micro::run(&open);
     }
     if wanted("bench") {
-        failures += bench::run(&mut open(), wanted("tune") && !parts.is_empty());
+        failures +=
+            bench::run(&mut open(), wanted("tune") && !parts.is_empty(), parts.iter().find_map(|p| p.parse().ok()));
     }
     println!("{failures} failures");
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

@@ -21,6 +21,34 @@ DEVICE u32 narrow(float low, float high) {
     return pair;
 }
 
+// As `narrow` and `widen`, for IEEE half; values beyond its range are cut to its largest.
+DEVICE u32 narrow_half(float low, float high) {
+    const float most = 65504.0f;
+    low = low > most ? most : (low < -most ? -most : low);
+    high = high > most ? most : (high < -most ? -most : high);
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE float widen_half(u32 bits) {
+    float v;
+    asm("{\n.reg .b16 h;\ncvt.u16.u32 h, %1;\ncvt.f32.f16 %0, h;\n}" : "=f"(v) : "r"(bits & 0xffffu));
+    return v;
+}
+
+// A value as two 16-bit numbers whose sum it is, nearly: bf16 carry 16 to 17 bits of it, halves 22 within their range.
+DEVICE void store_planes(u16 *to, u64 plane, float v, bool half) {
+    if (half) {
+        const u32 high = narrow_half(v, 0.0f) & 0xffffu;
+        to[0] = high;
+        to[plane] = narrow_half(v - widen_half(high), 0.0f) & 0xffffu;
+    } else {
+        const u32 high = narrow(v, 0.0f) & 0xffffu;
+        to[0] = high;
+        to[plane] = narrow(v - widen(high), 0.0f) & 0xffffu;
+    }
+}
+
 DEVICE int min_of(int a, int b) { return a < b ? a : b; }
 DEVICE int max_of(int a, int b) { return a > b ? a : b; }
 
@@ -76,11 +104,38 @@ DEVICE uint4 load_cached(const void *p) {
 // c += a b: a 16 x 16 and b 16 x 8 in bf16, c in f32. Lane (g, t) = (lane / 4, lane % 4) holds of `a` the rows g and g + 8,
 // of `b` the column g and of `c` the rows g, g + 8 at the columns 2 t, 2 t + 1.
 DEVICE void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm volatile(
+    asm(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// As `mma` with halves.
+DEVICE void mma_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Eight INT4 codes to halves `code - 8`, exactly. A code put into the low mantissa bits of 1024 is 1024 + code, four bits
+// higher 1024 + 16 code; the offset goes in one operation, and every other pair needs no shift.
+DEVICE uint4 unpack(u32 w) {
+    const u32 low = 0x000f000fu, high = 0x00f000f0u, base = 0x64006400u;
+    const u32 one = 0x3c003c00u, minus = 0xe408e408u;           // 1, -1032
+    const u32 sixteenth = 0x2c002c00u, minus_high = 0xd480d480u;  // 1/16, -72
+    const u32 v = w >> 8;
+    uint4 d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d.x) : "r"(w), "r"(low), "r"(base));
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d.y) : "r"(w), "r"(high), "r"(base));
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d.z) : "r"(v), "r"(low), "r"(base));
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d.w) : "r"(v), "r"(high), "r"(base));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.x) : "r"(one), "r"(minus));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.y) : "r"(sixteenth), "r"(minus_high));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.z) : "r"(one), "r"(minus));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.w) : "r"(sixteenth), "r"(minus_high));
+    return d;
 }
 
 // A segment of the step as uploaded: see `step.rs`.

@@ -1,20 +1,28 @@
 // Dense stages that are not tensor-core products: splitting activations, f32 dot products, embedding, norms, copies.
 #include "common.cuh"
 
-// x[row, start ..] to planes high + low in bf16, [rows, pitch] each, zero beyond `columns`. `list` names the rows.
-KERNEL split(const float *x, int stride, int start, int columns, int pitch, const u32 *list, u16 *planes, u64 plane) {
+// x[row, start ..] to planes high + low, [rows, pitch] each, zero beyond `columns`; bf16 or halves. `list` names the rows.
+KERNEL split(const float *x, int stride, int start, int columns, int pitch, const u32 *list, int half, u16 *planes,
+             u64 plane) {
     const int row = blockIdx.y, column = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
     if (column >= pitch) return;
     const float *from = x + (u64)(list ? list[row] : row) * stride + start;
     float v[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) v[i] = column + i < columns ? from[column + i] : 0.0f;
-    const u32 h0 = narrow(v[0], v[1]), h1 = narrow(v[2], v[3]);
-    const u32 l0 = narrow(v[0] - widen_low(h0), v[1] - widen_high(h0));
-    const u32 l1 = narrow(v[2] - widen_low(h1), v[3] - widen_high(h1));
+    uint2 high, low;
+    if (half) {
+        high = make_uint2(narrow_half(v[0], v[1]), narrow_half(v[2], v[3]));
+        low.x = narrow_half(v[0] - widen_half(high.x), v[1] - widen_half(high.x >> 16));
+        low.y = narrow_half(v[2] - widen_half(high.y), v[3] - widen_half(high.y >> 16));
+    } else {
+        high = make_uint2(narrow(v[0], v[1]), narrow(v[2], v[3]));
+        low.x = narrow(v[0] - widen_low(high.x), v[1] - widen_high(high.x));
+        low.y = narrow(v[2] - widen_low(high.y), v[3] - widen_high(high.y));
+    }
     u16 *to = planes + (u64)row * pitch + column;
-    *(uint2 *)to = make_uint2(h0, h1);
-    *(uint2 *)(to + plane) = make_uint2(l0, l1);
+    *(uint2 *)to = high;
+    *(uint2 *)(to + plane) = low;
 }
 
 // One weight of a stored row.

@@ -6,7 +6,7 @@ use super::gemm::{self, Input};
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
-    types::{CudaBuffer, CudaMatrix, Format, require, require_equal},
+    types::{CudaBuffer, CudaMatrix, Format, Kind, require, require_equal},
 };
 
 pub(crate) static FILE: File = File { name: "dense.cu", text: include_str!("dense.cu"), constants: &[] };
@@ -71,14 +71,17 @@ fn joint(
     }
     out.require("linear: the output", rows, start + width)?;
     out.format = Format::Float;
-    let planes = match weights.iter().any(|linear| linear.weight.multiplies()) {
-        true => Some(gemm::planes(cuda, rows, input)?),
-        false => None,
-    };
+    let mut planes: Option<(Kind, gemm::Planes)> = None;
     let mut column = start;
     for linear in weights {
+        let kind = linear.weight.kind;
         match planes {
-            Some(planes) if linear.weight.multiplies() => gemm::product(cuda, rows, planes, linear, out, column)?,
+            Some((held, planes)) if held == kind => gemm::product(cuda, rows, planes, linear, out, column)?,
+            _ if linear.weight.multiplies() => {
+                let made = gemm::planes(cuda, rows, input, kind)?;
+                planes = Some((kind, made));
+                gemm::product(cuda, rows, made, linear, out, column)?;
+            }
             _ => {
                 let bias = linear.bias.as_ref().map_or(0, |b| b.address());
                 dot(cuda, rows, input, &linear.weight, bias, (out.at(column), out.width))?;
@@ -123,8 +126,9 @@ pub(crate) fn swiglu(
     check_swiglu(weights, input)?;
     x.require("swiglu: the input", rows, input)?;
     act.require("swiglu: the activation", rows, width)?;
-    let planes = gemm::planes(cuda, rows, Input { buffer: x, start: 0, width: input, list: 0 })?;
-    gemm::gated(cuda, rows, planes, &weights.gate, &weights.up, limit, act)?;
+    let planes =
+        gemm::planes(cuda, rows, Input { buffer: x, start: 0, width: input, list: 0 }, weights.gate.weight.kind)?;
+    gemm::gated(cuda, rows, planes, &weights.gate, &weights.up, limit, weights.down.weight.kind, act)?;
     joint(cuda, rows, Input { buffer: act, start: 0, width, list: 0 }, &[&weights.down], out, 0)
 }
 
@@ -277,7 +281,7 @@ pub(crate) fn head(
     let input = Input { buffer: hidden, start: 0, width: matrix.columns, list };
     logits.format = Format::Float;
     if matrix.multiplies() {
-        let planes = gemm::planes(cuda, rows.len(), input)?;
+        let planes = gemm::planes(cuda, rows.len(), input, matrix.kind)?;
         return gemm::product_of(cuda, rows.len(), planes, matrix, 0, logits, 0);
     }
     dot(cuda, rows.len(), input, matrix, 0, (logits.at(0), logits.width))

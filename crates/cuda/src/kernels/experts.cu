@@ -6,7 +6,7 @@
 // memory, across the ends of jobs, and sums a job in registers: no reduction, no synchronisation between warps. The order of
 // a sum is that of gemm.cu, so both give the same bits.
 //
-// Constants: SWIGLU, NT (tiles of 8 tokens an item), GROUPS (groups of 128 columns a stage), WARPS, DEPTH.
+// Constants: SWIGLU, PLANES (1 leaves the low part of activations out), NT (tiles of 8 tokens an item), GROUPS (groups of 128 columns a stage), WARPS, DEPTH.
 #include "common.cuh"
 
 #define TILE_BYTES 528
@@ -56,24 +56,11 @@ DEVICE void wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-DEVICE void unpack(u32 w, uint4 &d) {
-    const u32 mask = 0x000f000fu, base = 0x43004300u, one = 0x3f803f80u, minus = 0xc308c308u;
-    u32 v[4];
-#pragma unroll
-    for (int p = 0; p < 4; p++) {
-        u32 s = w >> (4 * p);
-        asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v[p]) : "r"(s), "r"(mask), "r"(base));
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v[p]) : "r"(v[p]), "r"(one), "r"(minus));
-    }
-    d = make_uint4(v[0], v[1], v[2], v[3]);
-}
-
 DEVICE void multiply(float (&c)[2][4], const uint4 (&a)[4], uint4 b) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        mma(c[i], a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b.x, b.y);
-        mma(c[i], a[2 * i].z, a[2 * i + 1].z, a[2 * i].w, a[2 * i + 1].w, b.z, b.w);
-    }
+    for (int i = 0; i < 2; i++) mma_half(c[i], a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b.x, b.y);
+#pragma unroll
+    for (int i = 0; i < 2; i++) mma_half(c[i], a[2 * i].z, a[2 * i + 1].z, a[2 * i].w, a[2 * i + 1].w, b.z, b.w);
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid_constant__ Args p) {
@@ -110,17 +97,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
     __syncthreads();
     const int jobs = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0, stages = jobs * parts;
 
-    // Stage `s` of this warp: part s % parts of its job s / parts. Lanes 0 to 3 copy a row tile each.
+    // Stages come in the order of parts and jobs. Lanes 0 to 3 copy a row tile each.
     u8 *const slots = room + warp * DEPTH * STAGE_BYTES;
-    int ahead_job = begin + warp, ahead_part = 0, ahead = 0, ahead_slot = 0;
+    int ahead_job = begin + warp, ahead_part = 0, ahead_slot = 0, ahead = stages;
+    const u8 *from = 0;
     auto issue = [&]() {
-        if (ahead >= stages) return;
+        if (ahead == 0) return;
+        ahead--;
         if (lane < 4) {
-            const Info &info = infos[ahead_job / jobs_an_item - first_item];
-            const int strip = ahead_job % jobs_an_item;
-            const int tile = SWIGLU ? 2 * strip + (lane >> 1) : 4 * strip + lane;
-            const u8 *from = (SWIGLU && (lane & 1) ? info.w1 : info.w0) +
-                             ((u64)min_of(tile, tiles - 1) * groups + ahead_part * GROUPS) * TILE_BYTES;
+            if (ahead_part == 0) {
+                const Info &info = infos[ahead_job / jobs_an_item - first_item];
+                const int strip = ahead_job % jobs_an_item, tile = SWIGLU ? 2 * strip + (lane >> 1) : 4 * strip + lane;
+                from = (SWIGLU && (lane & 1) ? info.w1 : info.w0) + (u64)min_of(tile, tiles - 1) * groups * TILE_BYTES;
+            }
             const u32 barrier = shared_address(&barriers[warp * DEPTH + ahead_slot]);
             const u32 to = shared_address(slots + ahead_slot * STAGE_BYTES + lane * GROUPS * TILE_BYTES);
             if (lane == 0)
@@ -129,8 +118,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
             asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                          "l"(from), "r"(GROUPS * TILE_BYTES), "r"(barrier)
                          : "memory");
+            from += GROUPS * TILE_BYTES;
         }
-        ahead++;
         if (++ahead_slot == DEPTH) ahead_slot = 0;
         if (++ahead_part == parts) ahead_part = 0, ahead_job += WARPS;
     };
@@ -138,35 +127,39 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
     for (int d = 0; d < DEPTH; d++) issue();
 
     const u8 *x_high = (const u8 *)p.x, *x_low = (const u8 *)(p.x + p.plane);
-    const uint4 zero = make_uint4(0, 0, 0, 0);
     int slot = 0;
     u32 parity = 0;
 #pragma unroll 1
     for (int job = begin + warp; job < end; job += WARPS) {
         const Info &info = infos[job / jobs_an_item - first_item];
         const int count = info.count, strip = job % jobs_an_item;
-        bool valid[NT];
+        // Missing tokens read the first one's row; their sums are dropped.
         u32 place[NT];
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-            valid[n] = 8 * n + g < count;
-            place[n] = (info.rows[8 * n + g] / p.divisor) * (p.pitch / 8) + t;
-        }
+        for (int n = 0; n < NT; n++) place[n] = ((info.rows[8 * n + g] / p.divisor) * (p.pitch / 8) + t) * 16;
         float acc[NT][2][4];
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
             for (int i = 0; i < 8; i++) acc[n][i >> 2][i & 3] = 0.0f;
-        uint4 high[NT][4], low[NT][4];
+        uint4 high[NT][4];
+#if PLANES > 1
+        uint4 low[NT][4];
+#endif
         auto activations = [&](int n, int k, int group) {
-            const u64 at = (u64)(place[n] + group * 16 + 4 * k) * 16;
-            high[n][k] = valid[n] ? load_cached(x_high + at) : zero;
-            low[n][k] = valid[n] ? load_cached(x_low + at) : zero;
+            const u32 at = place[n] + group * 256;
+            high[n][k] = load_cached(x_high + at + 64 * k);
+#if PLANES > 1
+            low[n][k] = load_cached(x_low + at + 64 * k);
+#endif
         };
+        // Few tokens: taken up one group ahead. More: their products hide the loads.
+#if NT < 4
 #pragma unroll
         for (int k = 0; k < 4; k++)
 #pragma unroll
             for (int n = 0; n < NT; n++) activations(n, k, 0);
+#endif
 #pragma unroll 1
         for (int part = 0; part < parts; part++) {
             wait(shared_address(&barriers[warp * DEPTH + slot]), parity);
@@ -180,7 +173,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
                     w[j] = *(const uint4 *)(stage + (j * GROUPS + q) * TILE_BYTES + 16 * lane);
                     scale[j] = widen(*(const u16 *)(stage + (j * GROUPS + q) * TILE_BYTES + 512 + 2 * g));
                 }
+#if NT < 4
                 const int next = min_of(part * GROUPS + q + 1, groups - 1);
+#endif
                 float sum[NT][2][4];
 #pragma unroll
                 for (int n = 0; n < NT; n++)
@@ -190,13 +185,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
                 for (int k = 0; k < 4; k++) {
                     uint4 a[4];
 #pragma unroll
-                    for (int j = 0; j < 4; j++) unpack(k == 0 ? w[j].x : k == 1 ? w[j].y : k == 2 ? w[j].z : w[j].w, a[j]);
+                    for (int j = 0; j < 4; j++) a[j] = unpack(k == 0 ? w[j].x : k == 1 ? w[j].y : k == 2 ? w[j].z : w[j].w);
 #pragma unroll
                     for (int n = 0; n < NT; n++) {
+#if NT >= 4
+                        activations(n, k, part * GROUPS + q);
+#endif
+#if PLANES > 1
                         multiply(sum[n], a, low[n][k]);
+#endif
                         multiply(sum[n], a, high[n][k]);
-                        // Taken up one group later.
+#if NT < 4
                         activations(n, k, next);
+#endif
                     }
                 }
 #pragma unroll
@@ -224,10 +225,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
                     if (out >= p.outputs) continue;
                     const float v = clamped_swiglu(acc[n][i][c], acc[n][i][2 + c], p.limit);
                     if (p.y_plane) {
-                        u16 *planes = (u16 *)p.y;
-                        const u32 bits = narrow(v, 0.0f) & 0xffffu;
-                        planes[line + out] = bits;
-                        planes[line + out + p.y_plane] = narrow(v - widen(bits), 0.0f) & 0xffffu;
+                        store_planes((u16 *)p.y + line + out, p.y_plane, v, true);
                     } else {
                         p.y[line + out] = v;
                     }

@@ -15,7 +15,7 @@ use crate::{
 pub(crate) static FILE: File = File {
     name: "experts.cu",
     text: include_str!("experts.cu"),
-    constants: &["SWIGLU", "NT", "GROUPS", "WARPS", "DEPTH", "UNROLL"],
+    constants: &["SWIGLU", "PLANES", "NT", "GROUPS", "WARPS", "DEPTH", "UNROLL"],
 };
 
 /// Work items of a block at most.
@@ -27,7 +27,7 @@ pub(crate) type Sizes = [i64; 4];
 /// The sizes for items of `tiles` tiles of 8 tokens and `groups` groups of columns.
 pub(crate) fn sizes(tiles: usize, groups: usize) -> Sizes {
     let [stage, warps, depth, unroll] = match tiles {
-        1 => [4, 12, 2, 1],
+        1 => [2, 16, 3, 1],
         2 => [4, 12, 2, 1],
         _ => [4, 8, 3, 1],
     };
@@ -43,8 +43,8 @@ pub(crate) fn divided([mut stage, warps, mut depth, unroll]: Sizes, groups: usiz
 }
 
 /// The constants of a variant.
-pub(crate) fn constants(swiglu: bool, tiles: usize, [stage, warps, depth, unroll]: Sizes) -> [i64; 6] {
-    [i64::from(swiglu), tiles as i64, stage, warps, depth, unroll]
+pub(crate) fn constants(swiglu: bool, planes: usize, tiles: usize, [stage, warps, depth, unroll]: Sizes) -> [i64; 7] {
+    [i64::from(swiglu), planes as i64, tiles as i64, stage, warps, depth, unroll]
 }
 
 /// Launches the products of a work list of up to `most` items. `false` when this kernel does not take them.
@@ -60,7 +60,7 @@ pub(crate) fn run(cuda: &Cuda, swiglu: bool, tiles: usize, most: usize, args: Ar
         None => sizes(tiles, groups),
     };
     let [stage, warps, depth, _] = sizes.map(|n| n.unsigned_abs() as usize);
-    let kernel = cuda.kernels.get(&FILE, &constants(swiglu, tiles, sizes), "experts")?;
+    let kernel = cuda.kernels.get(&FILE, &constants(swiglu, cuda.planes, tiles, sizes), "experts")?;
     let shared = warps * depth * 4 * stage * INT4_BLOCK_BYTES;
     let grid = Grid { blocks: [blocks, 1, 1], threads: 32 * warps, shared };
     cuda.kernels.launch(kernel, grid, Arguments::new().with(args))?;

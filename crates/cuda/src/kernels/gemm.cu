@@ -3,18 +3,19 @@
 // The weights are the tensor core's A operand (16 outputs), the tokens its B operand (8 tokens): few tokens cost no padding,
 // and a token's sum is taken in the same order whatever stands beside it.
 //
-// x = high + low (both bf16) carries 16 to 17 bits of an f32 activation; weights are exact in bf16, INT4 codes too. A
-// group of 128 columns is summed from zero by the tensor core and then added (INT4: times the row's scale) in f32.
+// x = high + low, bf16 beside BF16 weights (16 to 17 bits of an f32 activation) and halves beside INT4 codes (22 bits), so
+// that weights are exact. A group of 128 columns is summed from zero by the tensor core and then added (INT4: times the row's
+// scale) in f32. PLANES = 1 leaves the low part out.
 //
 // Physical order of columns: in each block of 32, lane t of a quarter-warp takes columns 8 t .. 8 t + 7, in one 16-byte load of
 // a stored row and of an activation plane alike. The order inside a sum is free, so nothing is shuffled.
 //
 // INT4 layout: for every 8 rows and every 128 columns a block of 528 bytes, `[32 lanes][4 words]` and 8 bf16 scales. Word i of
-// lane (g, t) holds row g, columns 32 i + 8 t .. + 7; its nibble p is column 2 p, nibble p + 4 column 2 p + 1, so that a shift
-// and a mask give a pair of bf16.
+// lane (g, t) holds row g, columns 32 i + 8 t .. + 7; its nibble p is column 2 p, nibble p + 4 column 2 p + 1, so that a mask
+// gives a pair.
 //
 // Compile-time constants: INT4, SWIGLU (rows of two matrices interleaved by 8, activation applied), GROUPED (work items
-// name an expert and a run of a token list), NT (tiles of 8 tokens), WK (warps along K; the others along outputs).
+// name an expert and a run of a token list), PLANES, NT (tiles of 8 tokens), WK (warps along K; the others along outputs).
 #include "common.cuh"
 
 #define WARPS 4
@@ -53,25 +54,18 @@ struct Args {
     float limit;
 };
 
-DEVICE void unpack(u32 w, uint4 &d) {
-    const u32 mask = 0x000f000fu, base = 0x43004300u, one = 0x3f803f80u, minus = 0xc308c308u;
-    u32 v[4];
-#pragma unroll
-    for (int p = 0; p < 4; p++) {
-        u32 s = w >> (4 * p);
-        asm volatile("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(v[p]) : "r"(s), "r"(mask), "r"(base));
-        asm volatile("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(v[p]) : "r"(v[p]), "r"(one), "r"(minus));
-    }
-    d = make_uint4(v[0], v[1], v[2], v[3]);
-}
+#if INT4
+#define MMA mma_half
+#else
+#define MMA mma
+#endif
 
-// Products of 32 columns: `a` holds the four row tiles, `b` a token tile's planes.
+// Products of 32 columns: `a` holds the four row tiles, `b` a token tile of a plane.
 DEVICE void multiply(float (&c)[2][4], const uint4 (&a)[4], uint4 b) {
 #pragma unroll
-    for (int i = 0; i < 2; i++) {
-        mma(c[i], a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b.x, b.y);
-        mma(c[i], a[2 * i].z, a[2 * i + 1].z, a[2 * i].w, a[2 * i + 1].w, b.z, b.w);
-    }
+    for (int i = 0; i < 2; i++) MMA(c[i], a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b.x, b.y);
+#pragma unroll
+    for (int i = 0; i < 2; i++) MMA(c[i], a[2 * i].z, a[2 * i + 1].z, a[2 * i].w, a[2 * i + 1].w, b.z, b.w);
 }
 
 #if INT4
@@ -197,14 +191,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const u32 word = k == 0 ? stage.w[j].x : k == 1 ? stage.w[j].y : k == 2 ? stage.w[j].z : stage.w[j].w;
-                    unpack(word, w[j]);
+                    w[j] = unpack(word);
                 }
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const u64 at = (u64)(b[n] + step * 16 + 4 * k) * 16;
                     const uint4 high = 8 * n < valid ? load_cached(x + at) : zero;
+#if PLANES > 1
                     const uint4 low = 8 * n < valid ? load_cached(x_low + at) : zero;
                     multiply(part[n], w, low);
+#endif
                     multiply(part[n], w, high);
                 }
             }
@@ -220,8 +216,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
             for (int n = 0; n < NT; n++) {
                 const u64 at = (u64)(b[n] + step * 4) * 16;
                 const uint4 high = 8 * n < valid ? load_cached(x + at) : zero;
+#if PLANES > 1
                 const uint4 low = 8 * n < valid ? load_cached(x_low + at) : zero;
                 multiply(part[n], stage.w, low);
+#endif
                 multiply(part[n], stage.w, high);
             }
             if ((step & 3) == 3 || step + 1 == steps_end) {
@@ -270,10 +268,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #endif
         const u64 place = (u64)rows_out[token] * p.y_stride + out;
         if (p.y_plane) {
-            u16 *planes = (u16 *)p.y;
-            const u32 high = narrow(v, 0.0f) & 0xffffu;
-            planes[place] = high;
-            planes[place + p.y_plane] = narrow(v - widen(high), 0.0f) & 0xffffu;
+            store_planes((u16 *)p.y + place, p.y_plane, v, INT4);
         } else {
             p.y[place] = v;
         }

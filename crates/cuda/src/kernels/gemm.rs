@@ -6,8 +6,10 @@
 //! result does not depend on the other rows of the step: verification of drafts equals sequential decoding bit for bit.
 //!
 //! # Precision
-//! Activations go in as two bf16 planes (16 to 17 bits), products and sums are f32; a group of 128 columns is summed by the
-//! tensor core, groups in f32. Weights are exact. Relative error of a product: about 2e-6.
+//! Activations go in as two planes: bf16 beside BF16 weights (16 to 17 bits of an f32), IEEE halves beside INT4 (22 bits; values
+//! beyond 65504 are cut, which the inputs of experts, a normed row and a clamped activation, do not reach). Products and sums
+//! are f32; a group of 128 columns is summed by the tensor core, groups in f32. Weights are exact. With one plane the low
+//! parts are left out.
 
 use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::{Error, Linear, Result};
@@ -18,8 +20,11 @@ use crate::{
     types::{BLOCK, CudaBuffer, CudaMatrix, Format, Kind, require},
 };
 
-pub(crate) static FILE: File =
-    File { name: "gemm.cu", text: include_str!("gemm.cu"), constants: &["INT4", "SWIGLU", "GROUPED", "NT", "WK"] };
+pub(crate) static FILE: File = File {
+    name: "gemm.cu",
+    text: include_str!("gemm.cu"),
+    constants: &["INT4", "SWIGLU", "GROUPED", "PLANES", "NT", "WK"],
+};
 
 const WARPS: usize = 4;
 /// Outputs of a warp.
@@ -87,12 +92,13 @@ pub(crate) fn tiles(int4: bool, tokens: usize) -> usize {
 }
 
 impl Variant {
-    pub(crate) fn constants(self) -> [i64; 5] {
+    pub(crate) fn constants(self, planes: usize) -> [i64; 6] {
         let flag = i64::from;
         [
             flag(self.int4),
             flag(self.swiglu),
             flag(self.grouped),
+            planes as i64,
             self.tiles as i64,
             column_warps(self.int4, self.columns) as i64,
         ]
@@ -105,7 +111,7 @@ impl Variant {
     }
 }
 
-/// Rows as bf16 planes.
+/// Rows as planes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Planes {
     pub(crate) address: u64,
@@ -125,16 +131,25 @@ pub(crate) struct Input<'a> {
     pub(crate) list: u64,
 }
 
-/// The rows as planes: a view of a buffer that holds planes already, or scratch.
-pub(crate) fn planes(cuda: &mut Cuda, rows: usize, input: Input<'_>) -> Result<Planes> {
+/// The rows as planes for matrices of a kind: a view of a buffer that holds planes already, or scratch.
+pub(crate) fn planes(cuda: &mut Cuda, rows: usize, input: Input<'_>, kind: Kind) -> Result<Planes> {
+    let half = kind == Kind::Int4;
     let pitch = input.width.next_multiple_of(BLOCK);
-    if let Format::Planes { rows: held, pitch: held_pitch } = input.buffer.format {
+    if let Format::Planes { half: held_half, rows: held, pitch: held_pitch } = input.buffer.format {
+        if half != held_half {
+            return Err(Error::Weight {
+                name: "matrix behind a SwiGLU".to_owned(),
+                expected: "the kind of the gate's".to_owned(),
+                found: format!("{kind:?}"),
+            });
+        }
         require("planes: rows", rows, held)?;
         require("planes: columns", pitch, held_pitch)?;
         return Ok(Planes { address: input.buffer.memory.address(), plane: held * held_pitch, pitch: held_pitch });
     }
     let plane = rows * pitch;
-    let address = cuda.scratch("activations as planes", 4 * plane)?;
+    let what = if half { "activations as planes of halves" } else { "activations as planes" };
+    let address = cuda.scratch(what, 4 * plane)?;
     let kernel = cuda.kernels.get(&super::dense::FILE, &[], "split")?;
     let arguments = Arguments::new()
         .with(input.buffer.at(0))
@@ -143,6 +158,7 @@ pub(crate) fn planes(cuda: &mut Cuda, rows: usize, input: Input<'_>) -> Result<P
         .int(input.width)
         .int(pitch)
         .with(input.list)
+        .int(usize::from(half))
         .with(address)
         .with(plane as u64);
     cuda.kernels.launch(kernel, Grid::new([pitch.div_ceil(4 * 128), rows, 1], 128), arguments)?;
@@ -201,6 +217,7 @@ pub(crate) fn gated(
     gate: &Linear<Cuda>,
     up: &Linear<Cuda>,
     limit: f32,
+    down: Kind,
     act: &mut CudaBuffer,
 ) -> Result<()> {
     let matrix = &gate.weight;
@@ -212,18 +229,19 @@ pub(crate) fn gated(
         limit,
         ..arguments(x, rows, matrix)
     };
-    into_planes(act, rows, matrix.out, &mut args);
+    into_planes(act, rows, matrix.out, [matrix.kind, down], &mut args);
     let int4 = matrix.kind == Kind::Int4;
     let tiles = tiles(int4, rows);
     let variant = Variant { int4, swiglu: true, grouped: false, tiles, columns: matrix.columns };
     run(cuda, variant, [matrix.out.div_ceil(variant.outputs()), rows.div_ceil(8 * tiles), 1], args)
 }
 
-/// Makes `act` the output of `args`: planes when whole blocks fit, f32 otherwise.
-pub(crate) fn into_planes(act: &mut CudaBuffer, rows: usize, width: usize, args: &mut Args) {
+/// Makes `act` the output of `args`: planes when whole blocks fit and the matrices before and behind it are of one kind, f32
+/// otherwise.
+pub(crate) fn into_planes(act: &mut CudaBuffer, rows: usize, width: usize, kinds: [Kind; 2], args: &mut Args) {
     args.y = act.at(0);
-    if width.is_multiple_of(BLOCK) {
-        act.format = Format::Planes { rows, pitch: width };
+    if width.is_multiple_of(BLOCK) && kinds[0] == kinds[1] {
+        act.format = Format::Planes { half: kinds[0] == Kind::Int4, rows, pitch: width };
         (args.y_stride, args.y_plane) = (width as i32, (rows * width) as u64);
     } else {
         act.format = Format::Float;
@@ -245,7 +263,7 @@ pub(crate) fn same_kind(a: &CudaMatrix, b: &CudaMatrix) -> Result<()> {
 
 /// Launches a variant.
 pub(crate) fn run(cuda: &Cuda, variant: Variant, blocks: [usize; 3], args: Args) -> Result<()> {
-    let kernel = cuda.kernels.get(&FILE, &variant.constants(), "gemm")?;
+    let kernel = cuda.kernels.get(&FILE, &variant.constants(cuda.planes), "gemm")?;
     cuda.kernels.launch(kernel, Grid::new(blocks, 32 * WARPS), Arguments::new().with(args))?;
     Ok(())
 }

@@ -44,6 +44,12 @@ struct Shape {
     int4: bool,
 }
 
+impl Shape {
+    fn kind(self) -> Kind {
+        if self.int4 { Kind::Int4 } else { Kind::Bf16 }
+    }
+}
+
 /// [`glimmer_tensor::Backend::route`].
 pub(crate) fn route(
     cuda: &mut Cuda,
@@ -186,7 +192,8 @@ pub(crate) fn moe_up(
     let choices = rows * routing.top;
     x.require("moe_up: the input", rows, shape.input)?;
     act.require("moe_up: the activation", choices, shape.width)?;
-    let planes = gemm::planes(cuda, rows, Input { buffer: x, start: 0, width: shape.input, list: 0 })?;
+    let input = Input { buffer: x, start: 0, width: shape.input, list: 0 };
+    let planes = gemm::planes(cuda, rows, input, shape.kind())?;
     let tiles = tiles(shape.int4, choices, routing.num_experts);
     let list = list(cuda, rows, routing, tiles)?;
     let mut args = Args {
@@ -205,14 +212,16 @@ pub(crate) fn moe_up(
         limit: set.limit,
         ..Args::zeroed()
     };
-    gemm::into_planes(act, choices, shape.width, &mut args);
+    gemm::into_planes(act, choices, shape.width, [shape.kind(); 2], &mut args);
     let variant = Variant { int4: shape.int4, swiglu: true, grouped: true, tiles, columns: shape.input };
     products(cuda, variant, list.most, shape.width, args)?;
     if let Some(shared) = &set.shared {
         dense::check_swiglu(shared, shape.input)?;
         require_equal("experts: rows of down", shape.hidden, shared.down.weight.out)?;
         shared_act.require("moe_up: the shared activation", rows, shared.gate.weight.out)?;
-        gemm::gated(cuda, rows, planes, &shared.gate, &shared.up, set.limit, shared_act)?;
+        let kind = shared.gate.weight.kind;
+        let planes = if kind == shape.kind() { planes } else { gemm::planes(cuda, rows, input, kind)? };
+        gemm::gated(cuda, rows, planes, &shared.gate, &shared.up, set.limit, shared.down.weight.kind, shared_act)?;
     }
     Ok(())
 }
@@ -234,7 +243,8 @@ pub(crate) fn moe_down(
     if !shape.hidden.is_multiple_of(4) || !out.width.is_multiple_of(4) {
         return Err(Error::Capacity { what: "moe_down: columns in fours", needed: 4, available: shape.hidden % 4 });
     }
-    let planes = gemm::planes(cuda, choices, Input { buffer: act, start: 0, width: shape.width, list: 0 })?;
+    let planes =
+        gemm::planes(cuda, choices, Input { buffer: act, start: 0, width: shape.width, list: 0 }, shape.kind())?;
     let tiles = tiles(shape.int4, choices, routing.num_experts);
     let list = list(cuda, rows, routing, tiles)?;
     let down = cuda.scratch("outputs of the experts", 4 * choices * shape.hidden)?;
@@ -262,7 +272,8 @@ pub(crate) fn moe_down(
     if let Some(shared) = &set.shared {
         let width = shared.gate.weight.out;
         shared_act.require("moe_down: the shared activation", rows, width)?;
-        let planes = gemm::planes(cuda, rows, Input { buffer: shared_act, start: 0, width, list: 0 })?;
+        let planes =
+            gemm::planes(cuda, rows, Input { buffer: shared_act, start: 0, width, list: 0 }, shared.down.weight.kind)?;
         let bytes = 4 * rows * shape.hidden;
         let room = cuda.scratch_memory("output of the shared expert", bytes)?;
         shared_out = room.address();
