@@ -51,9 +51,10 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         }
     }
     for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
-        for tiles in [1, 2, 4] {
-            let sizes = experts::sizes(tiles, columns / GROUP);
-            units.push(experts::FILE.unit(&experts::constants(swiglu, 2, tiles, sizes)));
+        let groups = columns / GROUP;
+        for (planes, tiles) in [1, 2].into_iter().flat_map(|planes| [1, 2, 4].map(|tiles| (planes, tiles))) {
+            let sizes = experts::sizes(planes, tiles, groups);
+            units.push(experts::FILE.unit(&experts::constants(swiglu, planes, tiles, groups, sizes)));
         }
     }
     units

@@ -20,7 +20,7 @@ pub(crate) fn run(cuda: &mut Cuda, tune: bool, only: Option<usize>) -> usize {
         let sets: Vec<_> = (0..2).map(|_| random_experts(cuda, chain(1)).unwrap()).collect();
         let mut tunings = vec![None];
         if tune {
-            let sizes = [[4, 12, 2, 2], [2, 12, 4, 2], [2, 16, 3, 1], [4, 16, 1, 1], [2, 16, 3, 2]];
+            let sizes = [[2, 12, 2, 1], [2, 12, 3, 1], [4, 8, 2, 1]];
             tunings.extend(sizes.map(Some));
         }
         for &tuning in &tunings {

@@ -320,6 +320,38 @@ fn moe<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
     }
 }
 
+/// Wide experts, whose columns the warps of a block share: results, and that a row alone gives the bits it gives beside
+/// others.
+fn wide_experts<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    let (experts, top, hidden, width) = (6, 2, 2048, 1024);
+    let random = &mut Random(77);
+    let rule = RouterRule { top, groups: 1, top_groups: 1, normalize: true, scale: 2.5 };
+    let gate = matrix(b, random, Kind::F32, experts, hidden);
+    let bias = vector(b, &random.values(experts));
+    let routed = (0..experts).map(|_| swiglu(b, random, Kind::Int4, [hidden, width, hidden], false)).collect();
+    let set = Experts { routed, shared: None, limit: 0.7 };
+    let run = |b: &mut B, rows: usize, values: &[f32]| {
+        let x = buffer(b, rows, hidden, values);
+        let mut routing = b.routing(rows, top, experts).unwrap();
+        let (mut act, mut none) = (poison(b, rows * top, width), poison(b, 1, 1));
+        let mut y = poison(b, rows, hidden);
+        b.route(rows, &gate, &bias, rule, &x, &mut routing).unwrap();
+        b.moe_up(rows, &set, &routing, &x, &mut act, &mut none).unwrap();
+        b.moe_down(rows, &set, &routing, &act, &none, &mut y).unwrap();
+        read(b, &y, rows, hidden)
+    };
+    for rows in [1, 3, 24, 60, 130] {
+        let values = random.values(rows * hidden);
+        let y = run(b, rows, &values);
+        for row in [0, rows / 2, rows - 1] {
+            let alone = run(b, 1, &values[row * hidden..(row + 1) * hidden]);
+            let same = alone.iter().zip(&y[row * hidden..]).all(|(a, b)| a.to_bits() == b.to_bits());
+            out.push((format!("moe_alone row {row} of {rows}"), vec![f32::from(u8::from(same))], 0.0));
+        }
+        out.push((format!("moe_wide M {rows}"), y, 3.0 * PRODUCT));
+    }
+}
+
 fn vision<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
     for (heads, dim, grid) in [
         (4, 32, PatchGrid { frames: 1, height: 4, width: 6 }),
@@ -344,6 +376,7 @@ fn all<B: Backend>(b: &mut B) -> Vec<Named> {
     kda(b, &mut out);
     dsa(b, &mut out);
     moe(b, &mut out);
+    wide_experts(b, &mut out);
     vision(b, &mut out);
     out
 }

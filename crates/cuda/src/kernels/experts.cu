@@ -1,18 +1,24 @@
 // Grouped products of INT4 experts for few tokens each: every warp streams its own weights.
 //
 // A job is 32 rows of one expert over all columns (SWIGLU: 16 gate and the same 16 up rows). Each block takes a contiguous,
-// equal share of all jobs, so that its warps mostly work on one expert and find its activations in the first-level cache;
-// its warps take the share's jobs in turn. A warp keeps DEPTH stages of weights under way with bulk copies into shared
-// memory, across the ends of jobs, and sums a job in registers: no reduction, no synchronisation between warps. The order of
-// a sum is that of gemm.cu, so both give the same bits.
+// equal share of all jobs, so that its warps mostly work on one expert and find its activations in the first-level cache. A
+// job's columns fall into SEGMENTS; the warps of a block take contiguous, equal shares of its jobs' segments. A warp keeps
+// DEPTH stages of weights under way with bulk copies into shared memory, across the ends of jobs, and sums in registers.
 //
-// Constants: SWIGLU, PLANES (1 leaves the low part of activations out), NT (tiles of 8 tokens an item), GROUPS (groups of 128 columns a stage), WARPS, DEPTH.
+// A job's sum is ((s0 + s1) + s2) + ... over its segments' sums, whoever took them: pieces of a job that warps share wait in
+// shared memory until all warps are done, and the owner of the last segment adds them in that order. So the bits do not
+// depend on the shares, which depend on the other rows of the step.
+//
+// Constants: SWIGLU, PLANES (1 leaves the low part of activations out), NT (tiles of 8 tokens an item), GROUPS (groups of 128
+// columns a stage), WARPS, DEPTH, UNROLL (groups), SEGMENTS.
 #include "common.cuh"
 
 #define TILE_BYTES 528
 #define STAGE_BYTES (4 * GROUPS * TILE_BYTES)
 #define TOKENS (8 * NT)
 #define MAX_ITEMS 32
+// Many tokens come with many jobs: whole jobs are shared evenly enough.
+#define SPLIT (NT == 1 && SEGMENTS > 1)
 #ifndef UNROLL
 #define UNROLL 1
 #endif
@@ -76,8 +82,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
         asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barriers[threadIdx.x])) : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 
-    const int total = (int)*p.item_count * jobs_an_item;
-    const int begin = (int)((u64)total * blockIdx.x / gridDim.x), end = (int)((u64)total * (blockIdx.x + 1) / gridDim.x);
+    const int all = (int)*p.item_count * jobs_an_item;
+    const int begin = (int)((u64)all * blockIdx.x / gridDim.x), end = (int)((u64)all * (blockIdx.x + 1) / gridDim.x);
     const int first_item = begin / jobs_an_item;
     if (begin < end) {
         const int n = (end - 1) / jobs_an_item - first_item + 1;
@@ -95,20 +101,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
         }
     }
     __syncthreads();
-    const int jobs = begin + warp < end ? (end - begin - warp + WARPS - 1) / WARPS : 0, stages = jobs * parts;
+    // Units: segments of the block's jobs, in order; this warp takes `first` to `last`.
+    const int jobs = end - begin;
+    auto share = [&](int w) {
+        return SPLIT ? (int)((u64)jobs * SEGMENTS * w / WARPS) : (int)((u64)jobs * w / WARPS) * SEGMENTS;
+    };
+    const int first = share(warp), last = share(warp + 1), segment_parts = parts / SEGMENTS;
 
     // Stages come in the order of parts and jobs. Lanes 0 to 3 copy a row tile each.
     u8 *const slots = room + warp * DEPTH * STAGE_BYTES;
-    int ahead_job = begin + warp, ahead_part = 0, ahead_slot = 0, ahead = stages;
+    float *const pieces = (float *)(room + WARPS * DEPTH * STAGE_BYTES);
+    int ahead_job = begin + first / SEGMENTS, ahead_part = first % SEGMENTS * segment_parts, ahead_slot = 0;
+    int ahead = (last - first) * segment_parts;
     const u8 *from = 0;
     auto issue = [&]() {
         if (ahead == 0) return;
         ahead--;
         if (lane < 4) {
-            if (ahead_part == 0) {
+            if (ahead_part == 0 || from == 0) {
                 const Info &info = infos[ahead_job / jobs_an_item - first_item];
                 const int strip = ahead_job % jobs_an_item, tile = SWIGLU ? 2 * strip + (lane >> 1) : 4 * strip + lane;
-                from = (SWIGLU && (lane & 1) ? info.w1 : info.w0) + (u64)min_of(tile, tiles - 1) * groups * TILE_BYTES;
+                from = (SWIGLU && (lane & 1) ? info.w1 : info.w0) + ((u64)min_of(tile, tiles - 1) * groups + ahead_part * GROUPS) * TILE_BYTES;
             }
             const u32 barrier = shared_address(&barriers[warp * DEPTH + ahead_slot]);
             const u32 to = shared_address(slots + ahead_slot * STAGE_BYTES + lane * GROUPS * TILE_BYTES);
@@ -121,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
             from += GROUPS * TILE_BYTES;
         }
         if (++ahead_slot == DEPTH) ahead_slot = 0;
-        if (++ahead_part == parts) ahead_part = 0, ahead_job += WARPS;
+        if (++ahead_part == parts) ahead_part = 0, ahead_job++;
     };
 #pragma unroll 1
     for (int d = 0; d < DEPTH; d++) issue();
@@ -129,88 +142,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
     const u8 *x_high = (const u8 *)p.x, *x_low = (const u8 *)(p.x + p.plane);
     int slot = 0;
     u32 parity = 0;
-#pragma unroll 1
-    for (int job = begin + warp; job < end; job += WARPS) {
-        const Info &info = infos[job / jobs_an_item - first_item];
-        const int count = info.count, strip = job % jobs_an_item;
-        // Missing tokens read the first one's row; their sums are dropped.
-        u32 place[NT];
+    // Sums of a shared job's piece: place 0 .. for segments that another warp's precede, the last place for a beginning.
+    auto keep = [&](int place, float (&acc)[NT][2][4]) {
 #pragma unroll
-        for (int n = 0; n < NT; n++) place[n] = ((info.rows[8 * n + g] / p.divisor) * (p.pitch / 8) + t) * 16;
-        float acc[NT][2][4];
-#pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int i = 0; i < 8; i++) acc[n][i >> 2][i & 3] = 0.0f;
-        uint4 high[NT][4];
-#if PLANES > 1
-        uint4 low[NT][4];
-#endif
-        auto activations = [&](int n, int k, int group) {
-            const u32 at = place[n] + group * 256;
-            high[n][k] = load_cached(x_high + at + 64 * k);
-#if PLANES > 1
-            low[n][k] = load_cached(x_low + at + 64 * k);
-#endif
-        };
-        // Few tokens: taken up one group ahead. More: their products hide the loads.
-#if NT < 4
-#pragma unroll
-        for (int k = 0; k < 4; k++)
-#pragma unroll
-            for (int n = 0; n < NT; n++) activations(n, k, 0);
-#endif
-#pragma unroll 1
-        for (int part = 0; part < parts; part++) {
-            wait(shared_address(&barriers[warp * DEPTH + slot]), parity);
-            const u8 *stage = slots + slot * STAGE_BYTES;
-#pragma unroll UNROLL
-            for (int q = 0; q < GROUPS; q++) {
-                uint4 w[4];
-                float scale[4];
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    w[j] = *(const uint4 *)(stage + (j * GROUPS + q) * TILE_BYTES + 16 * lane);
-                    scale[j] = widen(*(const u16 *)(stage + (j * GROUPS + q) * TILE_BYTES + 512 + 2 * g));
-                }
-#if NT < 4
-                const int next = min_of(part * GROUPS + q + 1, groups - 1);
-#endif
-                float sum[NT][2][4];
-#pragma unroll
-                for (int n = 0; n < NT; n++)
-#pragma unroll
-                    for (int i = 0; i < 8; i++) sum[n][i >> 2][i & 3] = 0.0f;
-#pragma unroll
-                for (int k = 0; k < 4; k++) {
-                    uint4 a[4];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) a[j] = unpack(k == 0 ? w[j].x : k == 1 ? w[j].y : k == 2 ? w[j].z : w[j].w);
-#pragma unroll
-                    for (int n = 0; n < NT; n++) {
-#if NT >= 4
-                        activations(n, k, part * GROUPS + q);
-#endif
-#if PLANES > 1
-                        multiply(sum[n], a, low[n][k]);
-#endif
-                        multiply(sum[n], a, high[n][k]);
-#if NT < 4
-                        activations(n, k, next);
-#endif
-                    }
-                }
-#pragma unroll
-                for (int n = 0; n < NT; n++)
-#pragma unroll
-                    for (int i = 0; i < 8; i++)
-                        acc[n][i >> 2][i & 3] = fmaf(scale[i >> 1], sum[n][i >> 2][i & 3], acc[n][i >> 2][i & 3]);
-            }
-            __syncwarp();
-            issue();
-            if (++slot == DEPTH) slot = 0, parity ^= 1;
-        }
-
+        for (int i = 0; i < 8; i++) pieces[((warp * SEGMENTS + place) * 8 + i) * 32 + lane] = acc[0][i >> 2][i & 3];
+    };
+    auto finish = [&](const Info &info, int strip, float (&acc)[NT][2][4]) {
+        const int count = info.count;
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -238,5 +176,157 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid
 #endif
                 }
             }
+    };
+
+#pragma unroll 1
+    for (int unit = first; unit < last;) {
+        const int job = begin + unit / SEGMENTS, segment = unit % SEGMENTS;
+        const int segments = min_of(SEGMENTS - segment, last - unit);
+        const Info &info = infos[job / jobs_an_item - first_item];
+        const int strip = job % jobs_an_item;
+        // Missing tokens read the first one's row; their sums are dropped.
+        u32 place[NT];
+#pragma unroll
+        for (int n = 0; n < NT; n++) place[n] = ((info.rows[8 * n + g] / p.divisor) * (p.pitch / 8) + t) * 16;
+#if NT < 4
+        float total[NT][2][4];
+#endif
+        uint4 high[NT][4];
+#if PLANES > 1
+        uint4 low[NT][4];
+#endif
+        auto activations = [&](int n, int k, int group) {
+            const u32 at = place[n] + group * 256;
+            high[n][k] = load_cached(x_high + at + 64 * k);
+#if PLANES > 1
+            low[n][k] = load_cached(x_low + at + 64 * k);
+#endif
+        };
+        // Few tokens: taken up one group ahead. More: their products hide the loads.
+#if NT < 4
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+#pragma unroll
+            for (int n = 0; n < NT; n++) activations(n, k, segment * segment_parts * GROUPS);
+#endif
+#pragma unroll 1
+        for (int s = 0; s < segments; s++) {
+            float acc[NT][2][4];
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int i = 0; i < 8; i++) acc[n][i >> 2][i & 3] = 0.0f;
+#pragma unroll 1
+            for (int part = (segment + s) * segment_parts; part < (segment + s + 1) * segment_parts; part++) {
+                wait(shared_address(&barriers[warp * DEPTH + slot]), parity);
+                const u8 *stage = slots + slot * STAGE_BYTES;
+#pragma unroll UNROLL
+                for (int q = 0; q < GROUPS; q++) {
+                    uint4 w[4];
+                    float scale[4];
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        w[j] = *(const uint4 *)(stage + (j * GROUPS + q) * TILE_BYTES + 16 * lane);
+                        scale[j] = widen(*(const u16 *)(stage + (j * GROUPS + q) * TILE_BYTES + 512 + 2 * g));
+                    }
+#if NT < 4
+                    const int next = min_of(part * GROUPS + q + 1, groups - 1);
+#endif
+                    // Two halves of a group are summed apart and added one after the other. With few tokens both are under
+                    // way at once, since a product waits long for the one before it.
+                    float sum[2][NT][2][4];
+                    auto clear = [&](int half) {
+#pragma unroll
+                        for (int n = 0; n < NT; n++)
+#pragma unroll
+                            for (int i = 0; i < 8; i++) sum[half][n][i >> 2][i & 3] = 0.0f;
+                    };
+                    auto block = [&](int half, int k) {
+                        uint4 a[4];
+#pragma unroll
+                        for (int j = 0; j < 4; j++)
+                            a[j] = unpack(k == 0 ? w[j].x : k == 1 ? w[j].y : k == 2 ? w[j].z : w[j].w);
+#pragma unroll
+                        for (int n = 0; n < NT; n++) {
+#if NT >= 4
+                            activations(n, k, part * GROUPS + q);
+#endif
+#if PLANES > 1
+                            multiply(sum[half][n], a, low[n][k]);
+#endif
+                            multiply(sum[half][n], a, high[n][k]);
+#if NT < 4
+                            activations(n, k, next);
+#endif
+                        }
+                    };
+                    auto flush = [&](int half) {
+#pragma unroll
+                        for (int n = 0; n < NT; n++)
+#pragma unroll
+                            for (int i = 0; i < 8; i++)
+                                acc[n][i >> 2][i & 3] =
+                                    fmaf(scale[i >> 1], sum[half][n][i >> 2][i & 3], acc[n][i >> 2][i & 3]);
+                    };
+#if NT == 1
+                    clear(0), clear(1);
+                    block(0, 0), block(1, 2), block(0, 1), block(1, 3);
+                    flush(0), flush(1);
+#else
+                    clear(0), block(0, 0), block(0, 1), flush(0);
+                    clear(0), block(0, 2), block(0, 3), flush(0);
+#endif
+                }
+                __syncwarp();
+                issue();
+                if (++slot == DEPTH) slot = 0, parity ^= 1;
+            }
+            if (SPLIT && segment > 0) {
+                keep(s, acc);
+                continue;
+            }
+#if NT >= 4
+            // Registers are short: the running sum waits in shared memory.
+#pragma unroll
+            for (int i = 0; i < 8 * NT; i++) {
+                float *to = &pieces[(warp * 8 * NT + i) * 32 + lane], &v = acc[i >> 3][(i >> 2) & 1][i & 3];
+                if (s > 0) v += *to;
+                *to = v;
+            }
+            if (s + 1 == segments) finish(info, strip, acc);
+#else
+#pragma unroll
+            for (int n = 0; n < NT; n++)
+#pragma unroll
+                for (int i = 0; i < 8; i++)
+                    total[n][i >> 2][i & 3] = (s == 0 ? -0.0f : total[n][i >> 2][i & 3]) + acc[n][i >> 2][i & 3];
+#endif
+        }
+#if NT < 4
+        if (segment == 0 && segments == SEGMENTS) finish(info, strip, total);
+        else if (segment == 0) keep(SEGMENTS - 1, total);
+#endif
+        unit += segments;
     }
+
+#if SPLIT
+    // The first job of this warp, when others began it and this warp ends it.
+    __syncthreads();
+    const int began = first / SEGMENTS * SEGMENTS;
+    if (first >= last || first == began || last < began + SEGMENTS) return;
+    int owner = warp;
+    while (share(owner) > began) owner--;
+    float total[NT][2][4];
+    auto piece = [&](int w, int place, int i) { return pieces[((w * SEGMENTS + place) * 8 + i) * 32 + lane]; };
+#pragma unroll
+    for (int i = 0; i < 8; i++) total[0][i >> 2][i & 3] = piece(owner, SEGMENTS - 1, i);
+    for (int w = owner + 1; w <= warp; w++) {
+        const int count = min_of(share(w + 1), began + SEGMENTS) - share(w);
+        for (int s = 0; s < count; s++)
+#pragma unroll
+            for (int i = 0; i < 8; i++) total[0][i >> 2][i & 3] += piece(w, s, i);
+    }
+    const int job = begin + first / SEGMENTS;
+    finish(infos[job / jobs_an_item - first_item], job % jobs_an_item, total);
+#endif
 }
