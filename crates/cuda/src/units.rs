@@ -53,8 +53,13 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
         let groups = columns / GROUP;
         for (planes, tiles) in [1, 2].into_iter().flat_map(|planes| [1, 2, 4].map(|tiles| (planes, tiles))) {
-            let sizes = experts::sizes(planes, tiles, groups);
-            units.push(experts::FILE.unit(&experts::constants(swiglu, planes, tiles, groups, sizes)));
+            for many in [false, true] {
+                let sizes = experts::sizes(planes, tiles, groups, many);
+                let unit = experts::FILE.unit(&experts::constants(swiglu, planes, tiles, groups, sizes));
+                if !units.contains(&unit) {
+                    units.push(unit);
+                }
+            }
         }
     }
     units
