@@ -1,6 +1,6 @@
 //! The CUDA device as a [`Backend`].
 //!
-//! Activations and caches are f32, as on the CPU; products take activations as two bf16 planes (see `kernels/gemm.rs`).
+//! Activations and caches are f32, as on the CPU; products take activations as two 16-bit planes (see `kernels/gemm.rs`).
 //! Stages only enqueue kernels in the device's stream; the host waits when it reads.
 
 use std::{

@@ -7,18 +7,24 @@ use std::path::{Path, PathBuf};
 
 use glimmer_checkpoint::Config;
 use glimmer_cuda::{
+    CudaError,
     compile::{Compiler, Unit},
+    device::Device,
     launch::compile_all,
     units::{needs_bulk_copies, units},
 };
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
 
+/// The library of the wheel, when it is there.
+fn library() -> Option<PathBuf> {
+    let wheel = Path::new(ROOT).join("target/nvrtc/nvidia/cu13/lib/libnvrtc.so.13");
+    wheel.exists().then_some(wheel)
+}
+
 /// The compiler from the wheel or from the system; `None` says so.
 fn compiler() -> Option<Compiler> {
-    let wheel = Path::new(ROOT).join("target/nvrtc/nvidia/cu13/lib/libnvrtc.so.13");
-    let library: Option<PathBuf> = wheel.exists().then_some(wheel);
-    match Compiler::load(library.as_deref(), None) {
+    match Compiler::load(library().as_deref(), None) {
         Ok(compiler) => Some(compiler),
         Err(error) => {
             eprintln!("kernels were not compiled: {error}");
@@ -77,6 +83,36 @@ fn kernels_compile_for_other_architectures() {
             assert!(compiled.code.starts_with(b"\x7fELF"));
         }
     }
+}
+
+#[test]
+fn without_a_driver_opening_a_device_is_a_typed_error() {
+    // A machine with a device opens it; any other says what is missing.
+    match Device::open(0) {
+        Ok(device) => assert!(device.properties().multiprocessors > 0),
+        Err(error) => assert!(matches!(error, CudaError::NoDriver | CudaError::NoDevice { .. }), "{error}"),
+    }
+}
+
+#[test]
+fn compiled_kernels_are_kept_and_found_again() {
+    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("compiled");
+    drop(std::fs::remove_dir_all(&folder));
+    let load = |cache| Compiler::load(library().as_deref(), cache);
+    let Ok(compiler) = load(Some(folder.clone())) else { return };
+    let text = "extern \"C\" __global__ void f(int *p) { *p = N; }";
+    let unit = |n| Unit { file: "f.cu", text, constants: vec![("N", n)] };
+    let first = compiler.compile(&unit(1), "sm_90a").unwrap();
+    assert!(!first.log.is_empty(), "the first time it is compiled");
+    let again = compiler.compile(&unit(1), "sm_90a").unwrap();
+    assert!(again.log.is_empty(), "the second time it is found");
+    assert_eq!(first.code, again.code);
+    assert_ne!(compiler.compile(&unit(2), "sm_90a").unwrap().code, first.code);
+    // A file that is no machine code is compiled anew.
+    for entry in std::fs::read_dir(&folder).unwrap() {
+        std::fs::write(entry.unwrap().path(), b"broken").unwrap();
+    }
+    assert_eq!(compiler.compile(&unit(1), "sm_90a").unwrap().code, first.code);
 }
 
 #[test]
