@@ -10,7 +10,7 @@ use std::fs;
 use std::io::{Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
-use glimmer_checkpoint::digest::Digest;
+use glimmer_checkpoint::digest::{Digest, Hasher};
 use glimmer_checkpoint::manifest::{MANIFEST_FILE, Manifest, SourceIdentity};
 use glimmer_checkpoint::writer::{ShardReceipt, write_file};
 use serde::{Deserialize, Serialize};
@@ -52,8 +52,16 @@ pub(crate) struct State {
     inputs: Inputs,
     /// By file name.
     shards: BTreeMap<String, FinishedShard>,
-    /// The layer that the saved streams enter.
-    streams_at: Option<usize>,
+    streams: Option<SavedStreams>,
+}
+
+/// Residual streams in a file of the run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+struct SavedStreams {
+    /// The layer that they enter.
+    layer: usize,
+    /// Digest of the file; damaged streams are made again like damaged shards.
+    sha256: Digest,
 }
 
 /// How a run begins.
@@ -81,7 +89,7 @@ impl Run {
     /// [`Error::NotEmpty`], [`Error::Busy`], [`Error::OtherRun`], or what the file system says.
     pub(crate) fn open(directory: &Path, inputs: Inputs, resume: bool) -> Result<Start> {
         let folder = directory.join(FOLDER);
-        let fresh = State { inputs, shards: BTreeMap::new(), streams_at: None };
+        let fresh = State { inputs, shards: BTreeMap::new(), streams: None };
         // Nothing besides a folder in which nothing has been begun.
         let unused = |found: &[String]| -> Result<bool> {
             Ok(found.iter().all(|name| name == FOLDER) && list(&folder)?.iter().all(|name| name == LOCK_FILE))
@@ -170,7 +178,7 @@ impl Run {
 
     /// The layer that the saved streams enter.
     pub(crate) fn streams_at(&self) -> Option<usize> {
-        self.state.streams_at
+        self.state.streams.map(|saved| saved.layer)
     }
 
     /// Saves the streams that enter `layer`.
@@ -178,18 +186,21 @@ impl Run {
     /// # Errors
     /// What the file system says.
     pub(crate) fn save_streams(&mut self, layer: usize, streams: &RowStore) -> Result<()> {
-        let old = self.state.streams_at.map(|l| self.streams_file(l));
+        let old = self.state.streams.map(|saved| self.streams_file(saved.layer));
         let path = self.streams_file(layer);
         let temporary = path.with_extension("tmp");
         let file = fs::File::create(&temporary).map_err(|e| Error::io(&temporary, "create", e))?;
         let mut out = std::io::BufWriter::new(file);
+        let mut hash = Hasher::default();
         streams.for_each_piece(|piece| {
-            out.write_all(bytemuck::cast_slice(piece)).map_err(|e| Error::io(&temporary, "write", e))
+            let bytes = bytemuck::cast_slice(piece);
+            hash.update(bytes);
+            out.write_all(bytes).map_err(|e| Error::io(&temporary, "write", e))
         })?;
         let file = out.into_inner().map_err(|e| Error::io(&temporary, "write", e.into_error()))?;
         file.sync_all().map_err(|e| Error::io(&temporary, "sync", e))?;
         fs::rename(&temporary, &path).map_err(|e| Error::io(&path, "rename", e))?;
-        self.state.streams_at = Some(layer);
+        self.state.streams = Some(SavedStreams { layer, sha256: hash.finish() });
         self.save()?;
         if let Some(old) = old.filter(|old| *old != path) {
             fs::remove_file(&old).map_err(|e| Error::io(&old, "remove", e))?;
@@ -236,7 +247,7 @@ impl Run {
         Ok(())
     }
 
-    /// Forgets shards whose files are not what was recorded, and removes unfinished files.
+    /// Forgets shards and streams whose files are not what was recorded, and removes unfinished files.
     fn drop_damaged(&mut self) -> Result<()> {
         for name in list(&self.directory)? {
             if name.ends_with(".tmp") {
@@ -254,10 +265,11 @@ impl Run {
         for file in damaged {
             self.state.shards.remove(&file);
         }
-        if let Some(layer) = self.state.streams_at
-            && !self.streams_file(layer).exists()
-        {
-            self.state.streams_at = None;
+        if let Some(saved) = self.state.streams {
+            let path = self.streams_file(saved.layer);
+            if !path.exists() || Digest::of_file(&path)? != saved.sha256 {
+                self.state.streams = None;
+            }
         }
         Ok(())
     }

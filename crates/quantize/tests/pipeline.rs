@@ -256,6 +256,39 @@ fn two_runs_do_not_work_in_one_directory() {
 }
 
 #[test]
+fn damaged_saved_streams_are_made_again() {
+    let source = tiny();
+    let samples = samples(&source);
+    let (_a, whole) = fresh();
+    let mut counter = Counter(0);
+    quantize(Cpu::new(2), &source, &samples, &Recipe::default(), &whole, &mut counter).unwrap();
+    let damages: [fn(&mut Vec<u8>); 3] = [
+        |bytes| bytes.truncate(bytes.len() / 2),
+        |bytes| bytes.extend_from_slice(&[0; 1 << 16]),
+        |bytes| bytes.iter_mut().for_each(|b| *b ^= 0x11),
+    ];
+    for damage in damages {
+        let (_b, options) = fresh();
+        let options = Options { save_streams: SaveStreams::Always, ..options };
+        let go = |options: &Options, fuse: usize| {
+            quantize(Cpu::new(2), &source, &samples, &Recipe::default(), options, &mut Fuse(fuse))
+        };
+        assert!(matches!(go(&options, counter.0 * 2 / 3), Err(Error::Interrupted)));
+        let saved: Vec<_> = std::fs::read_dir(options.out.join(".quantize"))
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .filter(|path| path.extension().is_some_and(|e| e == "f32"))
+            .collect();
+        assert_eq!(saved.len(), 1, "{saved:?}");
+        let mut bytes = std::fs::read(&saved[0]).unwrap();
+        damage(&mut bytes);
+        std::fs::write(&saved[0], bytes).unwrap();
+        go(&Options { resume: true, ..options.clone() }, 1 << 30).unwrap();
+        assert_same(&whole.out, &options.out);
+    }
+}
+
+#[test]
 fn a_damaged_or_torn_shard_is_made_again() {
     let source = tiny();
     let (_a, whole) = fresh();
