@@ -264,7 +264,7 @@ fn damaged_saved_streams_are_made_again() {
     quantize(Cpu::new(2), &source, &samples, &Recipe::default(), &whole, &mut counter).unwrap();
     let damages: [fn(&mut Vec<u8>); 3] = [
         |bytes| bytes.truncate(bytes.len() / 2),
-        |bytes| bytes.extend_from_slice(&[0; 1 << 16]),
+        |bytes| bytes.resize(bytes.len() + (1 << 16), 0),
         |bytes| bytes.iter_mut().for_each(|b| *b ^= 0x11),
     ];
     for damage in damages {
