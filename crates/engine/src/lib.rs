@@ -8,6 +8,7 @@
 //! | [`pools`] | slots and pages with guards; one function says what a sequence needs |
 //! | [`sampling`] | logits to a token |
 //! | [`speculate`] | which drafts stand; exact |
+//! | [`constraint`] | the seam to grammars: which tokens may come next |
 //! | `draft` | the draft layer's schedule |
 //! | [`score`] | log-probabilities of given tokens |
 //! | [`request`] | what a front end asks and gets back: plain data |
@@ -19,6 +20,7 @@
 //! ends.
 #![forbid(unsafe_code)]
 
+pub mod constraint;
 mod draft;
 mod error;
 pub mod generate;
