@@ -1,6 +1,6 @@
 //! [`Generator`]: a model that serves several sequences at once.
 //!
-//! One [`Generator::step`]: admit what fits, plan rows ([`crate::schedule`]), run the trunk, judge drafts and choose tokens,
+//! One [`Generator::step`]: admit what fits, plan rows ([`crate::plan`]), run the trunk, judge drafts and choose tokens,
 //! tell the consumer, run the draft layer. Sequences join and leave between steps; what each yields depends on its own
 //! request alone.
 
@@ -17,9 +17,9 @@ use serde::{Deserialize, Serialize};
 use crate::{
     EngineError, Finish, Flow, Output, Request, SequenceId, TokenEvent,
     draft::{Drafting, propose},
+    plan::{Entry, schedule},
     pools::{Pools, need},
     sampling::{History, Sampler},
-    schedule::{Entry, schedule},
     sequence::{Phase, Sequence, Trail},
     speculate::{Verdict, judge},
     stats::{DraftCounts, Stats},

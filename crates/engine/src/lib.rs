@@ -4,7 +4,10 @@
 //! |---|---|
 //! | [`generate`] | [`Generator`]: drives a model over several sequences at once |
 //! | [`sequence`] | [`Request`] and the life of a sequence |
-//! | [`schedule`] | which rows the next step computes; pure |
+//! | [`schedule`] | who is admitted, preempted, refused, and which rows the next step computes; pure |
+//! | [`policy`] | the choices behind it: order, pace, lanes |
+//! | [`rates`] | how fast steps have been |
+//! | [`plan`] | from the decision to the step |
 //! | [`pools`] | slots and pages with guards; one function says what a sequence needs |
 //! | [`sampling`] | logits to a token |
 //! | [`speculate`] | which drafts stand; exact |
@@ -24,8 +27,11 @@ pub mod constraint;
 mod draft;
 mod error;
 pub mod generate;
+pub mod plan;
+pub mod policy;
 pub mod pools;
 pub mod random;
+pub mod rates;
 pub mod request;
 pub mod sampling;
 pub mod schedule;

@@ -1,242 +1,211 @@
-//! Which rows the next step computes. Pure: sequences in, plan out.
+//! Who is admitted, preempted, refused, and which rows the next step computes. Pure: views, limits and the time in, a
+//! [`Decision`] out; no clock, no pool, no model.
 //!
-//! Every decoding sequence gets its newest token and its drafts; what is left of the row budget goes to prompts in order of
-//! arrival, in chunks that end at multiples of [`PAGE_TOKENS`] where they do not end the prompt. A budget of at least
-//! `sequences * (depth + 1)` rows therefore always lets the oldest prompt advance.
+//! One step has no phase: every sequence wants its computed tokens to catch up with its known ones.
+//!
+//! | file | idea |
+//! |---|---|
+//! | `schedule/step.rs` | what is left to give in this step, and chunks of prompts |
+//! | `schedule/decode.rs` | decoding rows come first; who gives way when pages run out |
+//! | `schedule/prompt.rs` | how many prompt rows a step takes, and who gets them |
+//! | `schedule/admit.rs` | the queue: ledger of pages, lanes, refusals |
+//!
+//! Invariants:
+//! - one function, [`crate::pools::need`], says what tokens cost; [`boot_check`], admission and growth all use it;
+//! - rows, wanted logits, pages, slots and sequences never exceed [`Resources`];
+//! - the first sequence in order is never preempted for another one, so something always advances;
+//! - when nothing runs, the head of the queue is admitted or refused in this very step: nothing waits for what cannot come.
 
-use glimmer_tensor::{FeatureRow, PAGE_TOKENS, Segment, Step};
+mod admit;
+mod decode;
+mod prompt;
+mod step;
 
-use crate::sequence::{Phase, Sequence};
+use crate::{
+    SequenceId,
+    policy::{Order, Policy},
+    pools::{Need, need},
+    rates::Rates,
+};
 
-/// Rows of one sequence in a step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Entry {
-    /// Index among the running sequences.
-    pub index: usize,
-    /// First row in the step.
-    pub row: usize,
-    /// Number of rows.
-    pub rows: usize,
-    /// Drafts among the rows (all but the first row of a decoding sequence).
+pub use step::Lane;
+
+/// What the scheduler sees of a sequence.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct View {
+    /// Which one.
+    pub id: SequenceId,
+    /// When it was submitted, in seconds of the clock of `now`; a preempted sequence keeps it.
+    pub arrival: f64,
+    /// Smaller is earlier, under [`Order::Priority`].
+    pub priority: i64,
+    /// Tokens of the prompt.
+    pub prompt: usize,
+    /// Tokens of prompt and output, drafts not included.
+    pub known: usize,
+    /// Tokens whose rows are final; 0 while it waits.
+    pub computed: usize,
+    /// Proposals behind the newest token.
     pub drafts: usize,
-    /// Index of the first wanted logits, if any are wanted.
-    pub logits: Option<usize>,
+    /// All known tokens but the newest, which is an output token, are computed.
+    pub decoding: bool,
+    /// Pages held, those shared with others included; 0 while it waits.
+    pub pages: usize,
+    /// Of its pages (while it waits: of those of its prefix hit) so many are held by others or by the hit's own guards. They
+    /// are not among [`Resources::free_pages`], cost nothing at admission and do not come back on preemption.
+    pub shared: usize,
+    /// Position that a chunk of the prompt may reach but not cross in this step.
+    pub next_stop: Option<usize>,
+    /// Every row wants its logits (log-probabilities of the prompt), and at most so many fit a step.
+    pub max_rows: Option<usize>,
+    /// Tokens that a prefix hit would give while it waits, or gave at admission; a multiple of a page, less than `known`.
+    pub cached: usize,
+    /// How often it was preempted.
+    pub preempted: u32,
+    /// Most tokens that it may come to have.
+    pub max_len: usize,
 }
 
-/// A step and what its rows are.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Plan {
-    /// The step.
-    pub step: Step,
-    /// Its sequences, in row order.
-    pub entries: Vec<Entry>,
-    /// For each row of the feature buffer: running sequence and row of its features.
-    pub features: Vec<(usize, usize)>,
+/// All sequences that have not ended.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Views<'a> {
+    /// Those that hold a slot. Cheapest in order of admission.
+    pub running: &'a [View],
+    /// Those that do not. Cheapest in the order in which [`schedule`] serves them.
+    pub waiting: &'a [View],
 }
 
-impl Plan {
-    /// Rows of prompts and rows of decoding sequences.
-    pub fn rows_by_kind(&self, sequences: &[Sequence]) -> (usize, usize) {
-        let mut kinds = (0, 0);
-        for entry in &self.entries {
-            match sequences[entry.index].phase {
-                Phase::Prefill => kinds.0 += entry.rows,
-                _ => kinds.1 += entry.rows,
-            }
-        }
-        kinds
+/// What there is to give.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Resources {
+    /// Most rows of a step.
+    pub rows: usize,
+    /// Most rows with logits.
+    pub logits: usize,
+    /// Slots that no sequence holds.
+    pub free_slots: usize,
+    /// Pages that no sequence holds: free ones and those that the prefix tree would give up.
+    pub free_pages: usize,
+    /// Pages in all.
+    pub all_pages: usize,
+    /// Most sequences at once.
+    pub sequences: usize,
+    /// Number of this step, for [`Policy::interval`].
+    pub step: u64,
+}
+
+/// Rows of one sequence in the next step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Work {
+    /// Which one.
+    pub id: SequenceId,
+    /// Rows from its first token that is not computed, drafts included.
+    pub rows: usize,
+    /// Drafts among the rows: the last ones.
+    pub drafts: usize,
+    /// Pages that it must hold for them, in all.
+    pub pages_after: usize,
+    /// Every row wants its logits ([`View::max_rows`]).
+    pub scored: bool,
+}
+
+/// Why a request is refused; waiting would be in vain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// It needs more than there is in all.
+    #[error(
+        "needs {} slot and {} pages, but there are {} slots and {} pages in all; ask for fewer tokens or serve with more pages",
+        need.slots, need.pages, all.slots, all.pages
+    )]
+    Never {
+        /// For its most tokens.
+        need: Need,
+        /// In all.
+        all: Need,
+    },
+    /// Nothing runs whose end would free more, and what is free does not do.
+    #[error(
+        "needs {} slot and {} pages, but only {} slots and {} pages are free while nothing runs, and nothing will free more",
+        need.slots, need.pages, free.slots, free.pages
+    )]
+    Stuck {
+        /// For its known tokens.
+        need: Need,
+        /// Free ones.
+        free: Need,
+    },
+}
+
+/// How many requests wait, by what they wait for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Waiting {
+    /// A slot, or for fewer sequences to run.
+    pub slots: usize,
+    /// Pages.
+    pub pages: usize,
+    /// Rows of a step.
+    pub rows: usize,
+    /// A place among the long prompts.
+    pub lane: usize,
+}
+
+/// What to do, in this order: preempt, refuse, admit, work.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Decision {
+    /// Running sequences that give up slot and pages and go back to the queue, with nothing computed.
+    pub preempt: Vec<SequenceId>,
+    /// Waiting sequences that fail.
+    pub refuse: Vec<(SequenceId, Refusal)>,
+    /// Waiting sequences that get a slot, and the pages of their prefix hit.
+    pub admit: Vec<SequenceId>,
+    /// Rows of the step: decoding sequences first.
+    pub work: Vec<Work>,
+    /// What is left in the queue.
+    pub waiting: Waiting,
+}
+
+impl Decision {
+    /// Nothing to do: neither rows nor anybody to move.
+    pub fn is_idle(&self) -> bool {
+        self.preempt.is_empty() && self.refuse.is_empty() && self.admit.is_empty() && self.work.is_empty()
     }
 }
 
-/// Plans the next step of up to `max_rows` rows.
-pub fn schedule(sequences: &[Sequence], max_rows: usize) -> Plan {
-    let mut plan = Plan::default();
-    let in_phase = |phase| sequences.iter().enumerate().filter(move |(_, s)| s.phase == phase);
-    for (index, sequence) in in_phase(Phase::Decode) {
-        let drafts = sequence.drafts.len();
-        if plan.step.rows() + 1 + drafts <= max_rows {
-            plan.add(index, sequence, 1 + drafts, drafts);
-        }
+/// Decides about the next step at time `now`.
+///
+/// Decoding sequences get their newest token's row each, then drafts as rows, logits and pages last; pages for newest tokens
+/// are taken from others if need be, drafts are not worth that. Prompts get what the pace leaves: short ones in order, at most
+/// half of it while a long one advances; long ones by what they have left and how old they are; what one lane does not use
+/// goes to the other. The queue is served in order; a request that waits for pages or a slot holds up all behind it, one that
+/// waits for the long lane or for rows only itself.
+///
+/// `resources.rows` and `resources.logits` of at least one a running sequence let all of them decode in every step.
+pub fn schedule(views: &Views<'_>, resources: &Resources, policy: &Policy, rates: &Rates, now: f64) -> Decision {
+    let mut pass = step::Pass::new(views, resources, policy, rates, now);
+    pass.decode();
+    pass.prompts();
+    if pass.is_stuck() {
+        pass.force();
     }
-    for (index, sequence) in in_phase(Phase::Prefill) {
-        let rows = chunk(sequence, max_rows - plan.step.rows());
-        if rows > 0 {
-            plan.add(index, sequence, rows, 0);
-        }
-    }
-    plan
+    pass.finish()
 }
 
-/// Prompt rows that fit the budget.
-fn chunk(sequence: &Sequence, budget: usize) -> usize {
-    let (done, all) = (sequence.computed, sequence.request.prompt.len());
-    let end = all.min(done + budget);
-    if end == all {
-        return all - done;
-    }
-    let aligned = end / PAGE_TOKENS * PAGE_TOKENS;
-    (if aligned > done { aligned } else { end }) - done
+/// Whether every request of up to `max_len` tokens can be served by so many slots and pages. When it holds, whatever is
+/// submitted within `max_len` is admitted as soon as nothing else runs.
+///
+/// # Errors
+/// [`Refusal::Never`] with both figures.
+pub fn boot_check(max_len: usize, all: Need) -> Result<(), Refusal> {
+    let need = need(max_len);
+    if need.slots > all.slots || need.pages > all.pages { Err(Refusal::Never { need, all }) } else { Ok(()) }
 }
 
-impl Plan {
-    fn add(&mut self, index: usize, sequence: &Sequence, rows: usize, drafts: usize) {
-        let step = &mut self.step;
-        let (row, position) = (step.rows(), sequence.computed);
-        let known = (rows - drafts).min(sequence.tokens.len() - position);
-        step.tokens.extend(&sequence.tokens[position..position + known]);
-        step.tokens.extend(sequence.drafts[..drafts].iter().map(|d| d.token));
-        step.segments.push(Segment {
-            slot: sequence.reservation.slot(),
-            position: position as u32,
-            rows: rows as u32,
-            fold: sequence.fold as u32,
-            commit: (rows - drafts) as u32,
-            first_page: step.pages.len() as u32,
-            pages: sequence.reservation.pages().len() as u32,
-        });
-        step.pages.extend(sequence.reservation.pages());
-
-        let first = sequence.placeholders.partition_point(|&p| p < position);
-        let last = sequence.placeholders.partition_point(|&p| p < position + known);
-        for (feature, place) in (first..last).zip(&sequence.placeholders[first..last]) {
-            step.features
-                .push(FeatureRow { row: (row + place - position) as u32, feature: self.features.len() as u32 });
-            self.features.push((index, feature));
-        }
-
-        let wanted = match sequence.phase {
-            Phase::Decode => Some(row),
-            _ if position + rows == sequence.request.prompt.len() => Some(row + rows - 1),
-            _ => None,
-        };
-        let logits = wanted.map(|first| {
-            let start = step.logits.len();
-            step.logits.extend((first..row + rows).map(|r| r as u32));
-            start
-        });
-        self.entries.push(Entry { index, row, rows, drafts, logits });
-    }
+/// How many sequences can run at once: `wanted`, or fewer where slots or pages (each sequence pins what its first token
+/// needs) do not reach.
+pub fn most_sequences(wanted: usize, all: Need) -> usize {
+    let least = need(1);
+    wanted.min(all.slots / least.slots.max(1)).min(all.pages / least.pages.max(1))
 }
 
 #[cfg(test)]
-mod tests {
-    use glimmer_tensor::CacheShape;
-
-    use super::*;
-    use crate::{
-        Request, SequenceId,
-        pools::{Pools, need},
-        sampling::History,
-        speculate::Draft,
-        stats::DraftCounts,
-    };
-
-    const SLOTS: usize = 6;
-    const DEPTH: usize = 3;
-    const CONTEXT: usize = 400;
-
-    fn shape() -> CacheShape {
-        CacheShape {
-            kda_layers: 1,
-            kda_heads: 1,
-            kda_head_dim: 8,
-            conv_kernel: 4,
-            dsa_layers: 1,
-            latent: 8,
-            index_dim: 8,
-            kpool: 4,
-            slots: SLOTS,
-            pages: SLOTS * CONTEXT.div_ceil(PAGE_TOKENS),
-            max_draft: DEPTH,
-        }
-    }
-
-    /// A sequence of `prompt` tokens, every third one a picture's, of which `computed` are done, or with `output` tokens.
-    fn sequence(pools: &Pools, prompt: usize, computed: usize, output: usize, drafts: usize) -> Sequence {
-        let tokens: Vec<u32> = (0..(prompt + output) as u32).collect();
-        let decoding = output > 0;
-        let fold = if decoding { DEPTH.min(output - 1) } else { 0 };
-        let request = Request::new(tokens[..prompt].to_vec(), CONTEXT - prompt);
-        Sequence {
-            id: SequenceId(prompt as u64),
-            limit: CONTEXT,
-            computed: if decoding { prompt + output - 1 } else { computed },
-            fold,
-            drafts: (0..drafts as u32).map(|i| Draft { token: 9000 + i, drawn_from: None }).collect(),
-            depth: DEPTH,
-            phase: if decoding { Phase::Decode } else { Phase::Prefill },
-            reservation: pools.reserve(need(CONTEXT)).unwrap(),
-            history: History::default(),
-            placeholders: (0..prompt).step_by(3).collect(),
-            stops: std::collections::BTreeSet::new(),
-            stop_list: Vec::new(),
-            counts: DraftCounts::default(),
-            tokens,
-            request,
-        }
-    }
-
-    #[test]
-    fn decoding_rows_come_first_and_prompts_share_the_rest() {
-        let pools = Pools::new(SLOTS, shape().pages);
-        let running = [sequence(&pools, 300, 0, 0, 0), sequence(&pools, 20, 0, 5, 2), sequence(&pools, 10, 4, 0, 0)];
-        let plan = schedule(&running, 80);
-        let rows: Vec<(usize, usize, usize)> = plan.entries.iter().map(|e| (e.index, e.row, e.rows)).collect();
-        // Decoding: the newest token and two drafts. The long prompt stops at a page; the short one finds room.
-        assert_eq!(rows, [(1, 0, 3), (0, 3, 64), (2, 67, 6)]);
-        assert_eq!(plan.step.tokens[..3], [24, 9000, 9001]);
-        assert_eq!(plan.step.segments[0].commit, 1);
-        assert_eq!(plan.step.segments[0].fold, 3);
-        assert_eq!(plan.step.logits, [0, 1, 2, 72], "all verifying rows and the last row of the finished prompt");
-        assert_eq!(plan.entries.iter().map(|e| e.logits).collect::<Vec<_>>(), [Some(0), None, Some(3)]);
-        assert_eq!(plan.rows_by_kind(&running), (70, 3));
-        // Pictures: positions 0, 3, .. 63 of the long prompt, 6 and 9 of the short one.
-        assert_eq!(plan.features.len(), 22 + 2);
-        assert_eq!(plan.features[22..], [(2, 2), (2, 3)]);
-        assert_eq!(plan.step.features[22], FeatureRow { row: 69, feature: 22 });
-    }
-
-    #[test]
-    fn nothing_to_do_is_an_empty_plan() {
-        assert_eq!(schedule(&[], 10), Plan::default());
-    }
-
-    proptest::proptest! {
-        #[test]
-        fn plans_are_valid_and_always_advance(
-            kinds in proptest::collection::vec((1usize..300, 0usize..300, 0usize..40, 0usize..=DEPTH), 1..=SLOTS),
-            spare in 0usize..200,
-        ) {
-            let pools = Pools::new(SLOTS, shape().pages);
-            let running: Vec<Sequence> = kinds
-                .iter()
-                .map(|&(prompt, computed, output, drafts)| {
-                    sequence(&pools, prompt, computed % prompt, output, if output > 0 { drafts } else { 0 })
-                })
-                .collect();
-            let max_rows = SLOTS * (DEPTH + 1) + spare;
-            let plan = schedule(&running, max_rows);
-            proptest::prop_assert!(plan.step.validate(&shape()).is_ok());
-            proptest::prop_assert!(plan.step.rows() <= max_rows && plan.step.rows() > 0);
-            proptest::prop_assert!(plan.step.logits.len() <= SLOTS * (DEPTH + 1));
-            for (index, s) in running.iter().enumerate() {
-                let entry = plan.entries.iter().find(|e| e.index == index);
-                if s.phase == Phase::Decode {
-                    proptest::prop_assert_eq!(entry.map(|e| e.rows), Some(1 + s.drafts.len()));
-                }
-            }
-            // The oldest prompt advances, whatever else runs.
-            if let Some(oldest) = running.iter().position(|s| s.phase == Phase::Prefill) {
-                proptest::prop_assert!(plan.entries.iter().any(|e| e.index == oldest));
-            }
-            for entry in &plan.entries {
-                let s = &running[entry.index];
-                let end = s.computed + entry.rows;
-                if s.phase == Phase::Prefill {
-                    proptest::prop_assert!(end <= s.request.prompt.len());
-                    proptest::prop_assert_eq!(entry.logits.is_some(), end == s.request.prompt.len());
-                }
-            }
-        }
-    }
-}
+mod tests;
