@@ -171,7 +171,7 @@ impl<B: Backend> Generator<B> {
             max_rows: settings.rows,
             depth: settings.depth,
             drafting: Drafting { share, drawn: settings.draft_sampling == DraftSampling::Probabilistic },
-            pools: Pools::new(settings.sequences, pages),
+            pools: Pools::new(settings.sequences, 0, pages),
             waiting: VecDeque::new(),
             running: Vec::new(),
             next_id: 0,

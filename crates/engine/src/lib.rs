@@ -9,6 +9,8 @@
 //! | [`rates`] | how fast steps have been |
 //! | [`plan`] | from the decision to the step |
 //! | [`pools`] | slots and pages with guards; one function says what a sequence needs |
+//! | [`prefix`] | reuse of pages and states of equal beginnings |
+//! | [`features`] | features of pictures seen lately |
 //! | [`sampling`] | logits to a token |
 //! | [`speculate`] | which drafts stand; exact |
 //! | [`constraint`] | the seam to grammars: which tokens may come next |
@@ -26,10 +28,12 @@
 pub mod constraint;
 mod draft;
 mod error;
+pub mod features;
 pub mod generate;
 pub mod plan;
 pub mod policy;
 pub mod pools;
+pub mod prefix;
 pub mod random;
 pub mod rates;
 pub mod request;
@@ -42,7 +46,8 @@ pub mod stats;
 
 pub use error::EngineError;
 pub use generate::{DraftSampling, Generator, IndexSharing, Settings};
-pub use pools::{Need, Pools, Reservation};
+pub use pools::{Need, Page, PageTable, Pools, Reservation, Slot};
+pub use prefix::{PageKeys, PrefixTree};
 pub use sampling::{Distribution, Sampler, SamplingParams};
 pub use score::ScoredRow;
 pub use sequence::{Finish, Flow, Output, Request, SequenceId, TokenEvent};

@@ -200,7 +200,7 @@ mod tests {
 
     #[test]
     fn decoding_rows_come_first_and_prompts_share_the_rest() {
-        let pools = Pools::new(SLOTS, shape().pages);
+        let pools = Pools::new(SLOTS, 0, shape().pages);
         let running = [sequence(&pools, 300, 0, 0, 0), sequence(&pools, 20, 0, 5, 2), sequence(&pools, 10, 4, 0, 0)];
         let plan = schedule(&running, 80);
         let rows: Vec<(usize, usize, usize)> = plan.entries.iter().map(|e| (e.index, e.row, e.rows)).collect();
@@ -220,7 +220,7 @@ mod tests {
 
     #[test]
     fn a_decision_becomes_a_step_in_its_own_order() {
-        let pools = Pools::new(SLOTS, shape().pages);
+        let pools = Pools::new(SLOTS, 0, shape().pages);
         let mut again = sequence(&pools, 30, 0, 5, 0);
         (again.computed, again.fold, again.phase) = (0, 0, Phase::Prefill);
         let running =
@@ -262,7 +262,7 @@ mod tests {
             kinds in proptest::collection::vec((1usize..300, 0usize..300, 0usize..40, 0usize..=DEPTH), 1..=SLOTS),
             spare in 0usize..200,
         ) {
-            let pools = Pools::new(SLOTS, shape().pages);
+            let pools = Pools::new(SLOTS, 0, shape().pages);
             let running: Vec<Sequence> = kinds
                 .iter()
                 .map(|&(prompt, computed, output, drafts)| {

@@ -54,7 +54,7 @@ pub struct Media {
 }
 
 /// Kind of a [`Media`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum MediaKind {
     /// One picture.
     Image,
