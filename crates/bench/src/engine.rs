@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 
 use glimmer_checkpoint::Checkpoint;
-use glimmer_engine::{DraftCounts, Flow, Generator, Request, SequenceId, Settings, Stats, TokenEvent};
+use glimmer_engine::{
+    DraftCounts, FinishReason, Flow, Generator, Request, SequenceId, Settings, Stats, request::Collector,
+};
 use glimmer_tensor::Backend;
 
 use crate::error::BenchError;
@@ -39,11 +41,10 @@ impl<B: Backend> EngineCompleter<B> {
 
     fn submit(&mut self, prompted: Prompted) -> Result<SequenceId, BenchError> {
         let failed = |error| BenchError::model("a prompt", error);
-        let mut request = Request::new(prompted.ids, prompted.max_tokens);
-        for patches in &prompted.pictures {
-            request.features.extend(self.generator.features(patches).map_err(failed)?);
-        }
-        request.stop_tokens = prompted.stop_ids;
+        let media = self.generator.media(&prompted.ids, prompted.pictures).map_err(failed)?;
+        let most = u32::try_from(prompted.max_tokens).unwrap_or(u32::MAX);
+        let mut request = Request { media, ..Request::new(prompted.ids, most) };
+        request.limits.stop_tokens = prompted.stop_ids;
         self.generator.submit(request).map_err(failed)
     }
 
@@ -59,16 +60,16 @@ impl<B: Backend> EngineCompleter<B> {
                 match next() {
                     Some(prompted) => {
                         let id = self.submit(prompted?)?;
-                        open.insert(id, pulled);
+                        open.insert(id, (pulled, Collector::default()));
                         pulled += 1;
                     }
                     None => exhausted = true,
                 }
             }
             let mut finished = Vec::new();
-            let busy = self.generator.step(&mut |event| {
-                if let TokenEvent::Finished { sequence, output } = event {
-                    finished.push((*sequence, output.clone()));
+            let busy = self.generator.step(&mut |sequence, event| {
+                if let Some(output) = open.get_mut(&sequence).and_then(|(_, collector)| collector.take(event)) {
+                    finished.push((sequence, output));
                 }
                 Flow::Continue
             });
@@ -76,10 +77,11 @@ impl<B: Backend> EngineCompleter<B> {
                 return Ok(());
             }
             for (id, output) in finished {
-                let Some(index) = open.remove(&id) else { continue };
+                let Some((index, _)) = open.remove(&id) else { continue };
                 let finish = match output.finish {
-                    glimmer_engine::Finish::StopToken(_) => Finish::Stop,
-                    _ => Finish::Length,
+                    FinishReason::EndToken | FinishReason::StopToken(_) => Finish::Stop,
+                    FinishReason::Length | FinishReason::Abort => Finish::Length,
+                    FinishReason::Error(error) => return Err(BenchError::model("an answer", error)),
                 };
                 done(index, Completion { ids: output.tokens, finish });
             }
@@ -87,8 +89,8 @@ impl<B: Backend> EngineCompleter<B> {
     }
 }
 
-/// Sequences that have not ended, with the index of their prompt.
-type Open = HashMap<SequenceId, usize>;
+/// Sequences that have not ended, with the index of their prompt and what they yielded.
+type Open = HashMap<SequenceId, (usize, Collector)>;
 
 impl<B: Backend> Completer for EngineCompleter<B> {
     fn complete(&mut self, next: &mut PromptSource<'_>, done: &mut CompletionSink<'_>) -> Result<(), BenchError> {

@@ -3,9 +3,9 @@
 use std::{io::Write as _, path::Path, time::Instant};
 
 use anyhow::{Context as _, bail};
-use glimmer_bench::{ModelText, PictureEncoder};
+use glimmer_bench::{ModelText, PictureReader};
 use glimmer_checkpoint::Checkpoint;
-use glimmer_engine::{Finish, Flow, Generator, Output, Request, SamplingParams, Settings};
+use glimmer_engine::{FinishReason, Flow, Generator, Output, Request, Sampling, Settings};
 use glimmer_tensor::Cpu;
 use glimmer_text::{
     Answer, ChatFormat, ChatInput, ChatTemplate, EngineFinish, Event, Message, OutputParser, ParseOptions, Start,
@@ -29,11 +29,10 @@ pub(crate) struct Session {
     checkpoint: Checkpoint,
     text: ModelText,
     generator: Generator<Cpu>,
-    pictures: Option<PictureEncoder<Cpu>>,
-    threads: usize,
+    pictures: Option<PictureReader>,
     variables: Map<String, Value>,
-    sampling: SamplingParams,
-    max_tokens: usize,
+    sampling: Sampling,
+    max_tokens: u32,
 }
 
 /// An answer with what it took.
@@ -43,6 +42,8 @@ pub(crate) struct Answered {
     pub(crate) answer: Answer,
     /// Tokens and acceptance.
     pub(crate) output: Output,
+    /// Tokens of the prompt.
+    pub(crate) prompt_tokens: usize,
 }
 
 impl Session {
@@ -74,6 +75,7 @@ impl Session {
             ..Settings::default()
         };
         let generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
+        let pictures = PictureReader::load(&checkpoint)?;
         let sampling_params = sampling_params(&checkpoint, sampling)?;
         sampling_params.validate(checkpoint.config().text.vocab_size)?;
         let mut variables = Map::new();
@@ -85,11 +87,10 @@ impl Session {
             checkpoint,
             text,
             generator,
-            pictures: None,
-            threads,
+            pictures,
             variables,
             sampling: sampling_params,
-            max_tokens: sampling.max_tokens as usize,
+            max_tokens: sampling.max_tokens,
         })
     }
 
@@ -121,18 +122,19 @@ impl Session {
             allow_special: false,
         };
         let prompt = self.text.format.prompt(&input)?;
-        let (mut counts, mut features) = (Vec::new(), Vec::new());
+        let mut patches = Vec::with_capacity(images.len());
         for (name, bytes) in images {
-            let picture = self.vision()?.encode(name, bytes)?;
-            counts.push(picture.len() / self.checkpoint.config().text.hidden_size);
-            features.extend(picture);
+            let Some(pictures) = &self.pictures else { bail!("this model has no vision tower: ask without a picture") };
+            patches.push(pictures.read(name, bytes)?);
         }
+        let counts: Vec<usize> = patches.iter().map(|picture| picture.tokens()).collect();
         let mut ids = self.text.format.expand(&prompt, &counts, &[])?;
         let thinking = self.variables.get("enable_thinking").and_then(Value::as_bool).unwrap_or(true);
         if !thinking {
             self.text.format.close_reasoning(&mut ids)?;
         }
-        Ok(self.request(ids, features))
+        let media = self.generator.media(&ids, patches)?;
+        Ok(Request { media, ..self.request(ids) })
     }
 
     /// Builds the request for a prompt taken as it is.
@@ -140,24 +142,14 @@ impl Session {
     /// # Errors
     /// Text that the tokenizer cannot encode, or none.
     pub(crate) fn raw_request(&self, prompt: &str) -> anyhow::Result<Request> {
-        Ok(self.request(self.text.format.tokenizer().encode(prompt)?, Vec::new()))
+        Ok(self.request(self.text.format.tokenizer().encode(prompt)?))
     }
 
-    fn request(&self, ids: Vec<u32>, features: Vec<f32>) -> Request {
+    fn request(&self, ids: Vec<u32>) -> Request {
         let mut request = Request::new(ids, self.max_tokens);
-        request.features = features;
         request.sampling = self.sampling.clone();
-        request.stop_tokens.clone_from(&self.text.stop_ids);
+        request.limits.stop_tokens.clone_from(&self.text.stop_ids);
         request
-    }
-
-    /// The vision tower, loaded when the first picture comes.
-    fn vision(&mut self) -> anyhow::Result<&mut PictureEncoder<Cpu>> {
-        if self.pictures.is_none() {
-            self.pictures = PictureEncoder::load(Cpu::new(self.threads), &self.checkpoint)?;
-        }
-        let Some(pictures) = &mut self.pictures else { bail!("this model has no vision tower: ask without a picture") };
-        Ok(pictures)
     }
 
     /// Generates and prints an answer as it comes; `quiet` prints nothing.
@@ -171,6 +163,7 @@ impl Session {
         let options = ParseOptions { tools: mode, ..ParseOptions::default() };
         let mut parser = OutputParser::new(tokenizer, &schemas, options, Start::of_prompt(tokenizer, &request.prompt));
         let (mut events, mut printed, mut failed) = (Vec::new(), Printer::default(), None);
+        let prompt_tokens = request.prompt.len();
         self.generator.reset_stats();
         let output = self.generator.generate(request, &mut |token| {
             let mut fresh = Vec::new();
@@ -185,7 +178,7 @@ impl Session {
         if let Some(error) = failed {
             return Err(error.into());
         }
-        let finish = if matches!(output.finish, Finish::Length) { EngineFinish::Length } else { EngineFinish::Stop };
+        let finish = if output.finish == FinishReason::Length { EngineFinish::Length } else { EngineFinish::Stop };
         let mut rest = Vec::new();
         parser.finish(finish, &mut rest);
         if !quiet {
@@ -193,7 +186,7 @@ impl Session {
             printed.end()?;
         }
         events.append(&mut rest);
-        Ok(Answered { answer: Answer::from_events(&events), output })
+        Ok(Answered { answer: Answer::from_events(&events), output, prompt_tokens })
     }
 
     /// One line on speed and drafts of the last answer.
@@ -201,7 +194,7 @@ impl Session {
         let stats = self.generator.stats();
         let mut line = format!(
             "{} prompt tokens at {:.0}/s, {} new tokens at {:.0}/s, {:.2} s",
-            answered.output.prompt_tokens,
+            answered.prompt_tokens,
             stats.prefill_rate(),
             answered.output.tokens.len(),
             stats.decode_rate(),
@@ -215,7 +208,7 @@ impl Session {
                 .collect();
             line += &format!(", drafts accepted {} ({:.2} tokens a step)", rates.join(" / "), drafts.mean_length());
         }
-        if answered.output.finish == Finish::Length {
+        if answered.output.finish == FinishReason::Length {
             line += "; cut off by --max-tokens or the context";
         }
         line
@@ -223,7 +216,7 @@ impl Session {
 }
 
 /// Sampling options over the model's `generation_config.json`.
-fn sampling_params(checkpoint: &Checkpoint, args: &SamplingArgs) -> anyhow::Result<SamplingParams> {
+fn sampling_params(checkpoint: &Checkpoint, args: &SamplingArgs) -> anyhow::Result<Sampling> {
     let file: Value = match checkpoint.file("generation_config.json") {
         Some(bytes) => serde_json::from_slice(bytes.as_slice()).context("generation_config.json")?,
         None => Value::Null,
@@ -236,21 +229,24 @@ fn sampling_params(checkpoint: &Checkpoint, args: &SamplingArgs) -> anyhow::Resu
         value => value.as_f64().map(|x| Some(x as f32)).ok_or_else(|| wrong(key, "a number")),
     };
     let top_k = match &file["top_k"] {
-        Value::Null => 0,
-        value => value.as_u64().ok_or_else(|| wrong("top_k", "a whole number from 0 up"))? as usize,
+        Value::Null => None,
+        value => {
+            let k = value.as_u64().and_then(|k| u32::try_from(k).ok());
+            Some(k.ok_or_else(|| wrong("top_k", "a whole number from 0 up"))?)
+        }
     };
     let greedy = match &file["do_sample"] {
         Value::Null => false,
         value => !value.as_bool().ok_or_else(|| wrong("do_sample", "true or false"))?,
     };
     let temperature = args.temperature.or(stored("temperature")?.filter(|_| !greedy));
-    Ok(SamplingParams {
+    Ok(Sampling {
         temperature: temperature.unwrap_or(if greedy { 0.0 } else { 1.0 }),
         top_p: args.top_p.or(stored("top_p")?).unwrap_or(1.0),
-        top_k: args.top_k.map_or(top_k, |k| k as usize),
+        top_k: args.top_k.or(top_k).filter(|&k| k > 0),
         min_p: args.min_p.unwrap_or(0.0),
-        seed: args.seed,
-        ..SamplingParams::default()
+        seed: Some(args.seed.cast_signed()),
+        ..Sampling::default()
     })
 }
 

@@ -120,7 +120,7 @@ fn choose(
     Ok(match sampler.choose(row, params, &History::default(), &[], position)? {
         Choice::Token(token) => Draft { token, drawn_from: None },
         Choice::Among(q) => {
-            let token = q.draw(uniform(params.seed, position, Purpose::Draft));
+            let token = q.draw(uniform(params.key(), position, Purpose::Draft));
             Draft { token, drawn_from: Some(q.clone()) }
         }
     })

@@ -70,6 +70,15 @@ pub enum EngineError {
         /// Why.
         reason: &'static str,
     },
+    /// The engine's thread failed.
+    #[error("the engine's thread: {0}")]
+    Thread(String),
+    /// The request failed, and nothing else.
+    #[error(transparent)]
+    Failed(crate::request::RequestError),
+    /// An invariant of the engine does not hold; a defect of the program.
+    #[error("the engine contradicts itself: expected that {0}; report this with the recorded steps")]
+    Broken(&'static str),
     /// Settings that cannot work.
     #[error("setting `{setting}`: expected {expected}, found {found}")]
     Setting {
@@ -83,6 +92,14 @@ pub enum EngineError {
 }
 
 impl EngineError {
+    /// The field of a request that the error is about; `prompt` where it is about no other.
+    pub fn field(&self) -> &'static str {
+        match self {
+            Self::Parameter { field, .. } => field,
+            _ => "prompt",
+        }
+    }
+
     #[allow(clippy::needless_pass_by_value, reason = "callers hand over numbers")]
     pub(crate) fn parameter(field: &'static str, expected: impl Into<String>, found: impl ToString) -> Self {
         Self::Parameter { field, expected: expected.into(), found: found.to_string() }

@@ -4,9 +4,9 @@
 //! tell the consumer, run the draft layer. Sequences join and leave between steps; what each yields depends on its own
 //! request alone.
 
-use std::{collections::VecDeque, time::Instant};
+use std::{collections::VecDeque, sync::Arc, time::Instant};
 
-use glimmer_checkpoint::{Checkpoint, MediaTokens};
+use glimmer_checkpoint::Checkpoint;
 use glimmer_model::{
     HiddenSource, Limits, Model, Options,
     vision::{Patches, VisionTower},
@@ -15,14 +15,19 @@ use glimmer_tensor::{Backend, KdaForm, PAGE_TOKENS};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    EngineError, Finish, Flow, Output, Request, SequenceId, TokenEvent,
+    EngineError, Flow, SequenceId,
+    constraint::Constraint,
     draft::{Drafting, propose},
+    features::{FeatureCache, FeatureKey},
     plan::{Entry, schedule},
     pools::{Pools, need},
+    request::{Collector, Cost, Finish, FinishReason, Media, MediaKind, Output, Request, RequestError, TokenEvent},
+    rules::Rules,
     sampling::{History, Sampler},
-    sequence::{Phase, Sequence, Trail},
+    sequence::{Phase, Sequence, Times, Trail},
     speculate::{Verdict, judge},
-    stats::{DraftCounts, Stats},
+    stats::{Counters, Snapshot, Stats},
+    worker::Facts,
 };
 
 /// Whether the rows of a draft chain share the selection of the row that began it.
@@ -69,6 +74,12 @@ pub struct Settings {
     pub draft_sampling: DraftSampling,
     /// Number of ids that the tokenizer knows; rows of the vocabulary beyond it are never chosen.
     pub real_vocab: Option<usize>,
+    /// Key of the random draws of requests without a seed of their own.
+    pub seed: u64,
+    /// Tokens that end an answer; `None` takes those of `config.json`.
+    pub end_tokens: Option<Vec<u32>>,
+    /// Bytes of features of images and clips that are kept for later requests.
+    pub feature_bytes: usize,
     /// Form of the delta rule for prompt rows.
     #[serde(skip)]
     pub kda_form: KdaForm,
@@ -85,6 +96,9 @@ impl Default for Settings {
             index_sharing: IndexSharing::Auto,
             draft_sampling: DraftSampling::Greedy,
             real_vocab: None,
+            seed: 0,
+            end_tokens: None,
+            feature_bytes: 256 << 20,
             kda_form: KdaForm::Recurrent,
         }
     }
@@ -95,21 +109,30 @@ impl Default for Settings {
 pub struct Generator<B: Backend> {
     pub(crate) model: Model<B>,
     tower: Option<VisionTower<B>>,
-    media: Option<MediaTokens>,
-    pub(crate) context: usize,
-    /// Ids that exist.
-    pub(crate) vocab: usize,
+    pub(crate) rules: Rules,
     max_rows: usize,
-    depth: usize,
     drafting: Drafting,
     pub(crate) pools: Pools,
-    waiting: VecDeque<(SequenceId, Request)>,
+    waiting: VecDeque<Waiting>,
     running: Vec<Sequence>,
     next_id: u64,
+    seed: u64,
+    ends: Arc<[u32]>,
+    features: FeatureCache,
+    began: Instant,
     sampler: Sampler,
     /// Logits of a row, `[vocab_size]`.
     pub(crate) row: Vec<f32>,
     stats: Stats,
+    counters: Counters,
+}
+
+/// A request in the queue.
+#[derive(Debug)]
+struct Waiting {
+    id: SequenceId,
+    request: Request,
+    submitted: f64,
 }
 
 impl<B: Backend> Generator<B> {
@@ -164,20 +187,29 @@ impl<B: Backend> Generator<B> {
             IndexSharing::Off => false,
         };
         Ok(Self {
+            rules: Rules {
+                context,
+                vocabulary: settings.real_vocab.unwrap_or(text.vocab_size),
+                placeholder: config.media.map(|media| media.image),
+                vision: tower.is_some(),
+                depth: settings.depth,
+                pages,
+            },
             tower,
-            media: config.media,
-            context,
-            vocab: settings.real_vocab.unwrap_or(text.vocab_size),
             max_rows: settings.rows,
-            depth: settings.depth,
             drafting: Drafting { share, drawn: settings.draft_sampling == DraftSampling::Probabilistic },
             pools: Pools::new(settings.sequences, 0, pages),
             waiting: VecDeque::new(),
             running: Vec::new(),
             next_id: 0,
+            seed: settings.seed,
+            ends: settings.end_tokens.as_ref().unwrap_or(&text.eos_token_ids).as_slice().into(),
+            features: FeatureCache::new(settings.feature_bytes),
+            began: Instant::now(),
             sampler: Sampler::default(),
             row: vec![0.0; text.vocab_size],
             stats: Stats::default(),
+            counters: Counters::default(),
             model,
         })
     }
@@ -187,6 +219,11 @@ impl<B: Backend> Generator<B> {
         &self.model
     }
 
+    /// What requests are held against.
+    pub fn rules(&self) -> &Rules {
+        &self.rules
+    }
+
     /// The pools, to see what is free.
     pub fn pools(&self) -> &Pools {
         &self.pools
@@ -194,12 +231,60 @@ impl<B: Backend> Generator<B> {
 
     /// Most tokens of a sequence.
     pub fn context(&self) -> usize {
-        self.context
+        self.rules.context
     }
 
     /// Work and time since loading or [`Generator::reset_stats`].
     pub fn stats(&self) -> &Stats {
         &self.stats
+    }
+
+    /// What was loaded.
+    pub fn facts(&self) -> Facts {
+        Facts {
+            rules: self.rules,
+            sequences: self.pools.all().slots,
+            state_checkpoints: 0,
+            rows: self.max_rows,
+            page_tokens: PAGE_TOKENS,
+        }
+    }
+
+    /// What is going on.
+    pub fn snapshot(&self) -> Snapshot {
+        let (media_queries, media_hits) = self.media_lookups();
+        let (free, all) = (self.pools.free().pages, self.pools.all().pages);
+        let left = |s: &Sequence| s.request.prompt.len().saturating_sub(s.computed);
+        let running: usize = self.running.iter().map(left).sum();
+        let waiting: usize = self.waiting.iter().map(|w| w.request.prompt.len()).sum();
+        Snapshot {
+            running: self.running.len(),
+            waiting_capacity: self.waiting.len(),
+            waiting_deferred: 0,
+            page_use: (all - free) as f64 / all.max(1) as f64,
+            backlog_tokens: (running + waiting) as u64,
+            prefill_rate: self.stats.prefill_rate(),
+            generated_tokens: self.stats.decode_tokens,
+            dead: None,
+            stuck: false,
+            counters: Counters {
+                media_queries,
+                media_hits,
+                drafts: self.stats.drafts.clone(),
+                page_tokens: PAGE_TOKENS as u64,
+                pages: all as u64,
+                ..self.counters.clone()
+            },
+        }
+    }
+
+    /// Forgets all cached prefixes; what running sequences use stays theirs.
+    pub fn reset_prefix_cache(&mut self) {}
+
+    /// Images and clips looked up in the cache of features, and found there.
+    pub fn media_lookups(&self) -> (u64, u64) {
+        let counters = self.features.counters();
+        (counters.queries, counters.hits)
     }
 
     /// Starts counting anew.
@@ -218,7 +303,7 @@ impl<B: Backend> Generator<B> {
         self.pools.free().slots.saturating_sub(self.waiting.len())
     }
 
-    /// Features of an image or clip, `[tokens, hidden]`, for [`Request::features`].
+    /// Features of an image or clip, `[tokens, hidden]`, for [`Generator::score`].
     ///
     /// # Errors
     /// [`EngineError::NoVision`] for a text-only model; otherwise as [`VisionTower::forward`].
@@ -227,58 +312,95 @@ impl<B: Backend> Generator<B> {
         Ok(tower.forward(self.model.backend_mut(), patches)?)
     }
 
+    /// Joins patches with the placeholders of a prompt, in order, for [`Request::media`].
+    ///
+    /// # Errors
+    /// [`EngineError::ImageTokens`] when the placeholders are not exactly those of the patches.
+    pub fn media(&self, prompt: &[u32], patches: Vec<Patches>) -> Result<Arc<[Media]>, EngineError> {
+        let places: Vec<usize> = self.rules.placeholders(prompt).collect();
+        let tokens = patches.iter().map(Patches::tokens).sum();
+        if places.len() != tokens {
+            return Err(EngineError::ImageTokens { placeholders: places.len(), features: tokens });
+        }
+        let mut next = 0;
+        let place = |patches: Patches| {
+            let start = places.get(next).copied().unwrap_or(prompt.len());
+            next += patches.tokens();
+            let kind = if patches.grid.frames > 1 { MediaKind::Video } else { MediaKind::Image };
+            Media::from_patches(kind, Arc::new(patches), start)
+        };
+        Ok(patches.into_iter().map(place).collect())
+    }
+
     /// Checks a request and puts it in the queue.
     ///
     /// # Errors
-    /// Says which part of the request cannot be served: [`EngineError::EmptyPrompt`], [`EngineError::PromptTooLong`],
-    /// [`EngineError::UnknownToken`], [`EngineError::ImageTokens`], [`EngineError::NoVision`],
-    /// [`EngineError::Parameter`], [`EngineError::NeverFits`].
+    /// As [`Rules::check`].
     pub fn submit(&mut self, request: Request) -> Result<SequenceId, EngineError> {
-        self.check(&request)?;
+        self.submit_constrained(request, None)
+    }
+
+    /// As [`Generator::submit`], with a constraint on the answer behind its reasoning.
+    ///
+    /// # Errors
+    /// As [`Rules::check`].
+    pub fn submit_constrained(
+        &mut self,
+        mut request: Request,
+        constraint: Option<Box<dyn Constraint>>,
+    ) -> Result<SequenceId, EngineError> {
+        self.rules.check(&request)?;
+        if let Some(constraint) = constraint {
+            let expected = "none, as this engine does not constrain answers";
+            return Err(EngineError::parameter("structure", expected, format!("{constraint:?}")));
+        }
         let id = SequenceId(self.next_id);
         self.next_id += 1;
-        self.waiting.push_back((id, request));
+        let seed = crate::random::key(self.seed, id.0).cast_signed();
+        request.sampling.seed.get_or_insert(seed);
+        self.waiting.push_back(Waiting { id, request, submitted: self.now() });
         Ok(id)
     }
 
     /// Ends a sequence, waiting or running, and gives back what it holds. `None` when it has ended already.
-    pub fn abort(&mut self, id: SequenceId) -> Option<Output> {
-        if let Some(at) = self.waiting.iter().position(|(waiting, _)| *waiting == id) {
-            let (_, request) = self.waiting.remove(at)?;
-            return Some(Output {
-                tokens: Vec::new(),
-                finish: Finish::Aborted,
-                prompt_tokens: request.prompt.len(),
-                drafts: DraftCounts::default(),
-            });
+    pub fn abort(&mut self, id: SequenceId) -> Option<Finish> {
+        let now = self.now();
+        let finish = |times: Times, cost: Cost| Finish { reason: FinishReason::Abort, cost: times.cost(cost, now) };
+        if let Some(at) = self.waiting.iter().position(|waiting| waiting.id == id) {
+            let submitted = self.waiting.remove(at)?.submitted;
+            return Some(finish(Times { submitted, ..Times::default() }, Cost::default()));
         }
         let at = self.running.iter().position(|s| s.id == id)?;
-        Some(self.running.remove(at).into_output(Finish::Aborted))
+        let sequence = self.running.remove(at);
+        Some(finish(sequence.times, sequence.cost))
     }
 
-    /// One step: whether there was anything to do. `sink` sees every event in order of the sequences' rows.
+    /// One step: whether there was anything to do. `sink` takes one event for each sequence that got tokens or ended, in
+    /// order of their rows; a sequence whose sink says [`Flow::Stop`] is aborted.
     ///
     /// # Errors
     /// [`EngineError::Model`] when the forward pass fails, [`EngineError::NoToken`] when its logits are unusable. Running
     /// sequences are then in an undefined place; [`Generator::abort`] them.
-    pub fn step(&mut self, sink: &mut dyn FnMut(&TokenEvent) -> Flow) -> Result<bool, EngineError> {
-        let start = Instant::now();
-        self.admit();
+    pub fn step(&mut self, sink: Sink<'_>) -> Result<bool, EngineError> {
+        let start = self.now();
+        self.admit(start, sink);
         let plan = schedule(&self.running, self.max_rows);
         if plan.entries.is_empty() {
             return Ok(false);
         }
         let hidden = self.model.config().hidden_size;
         for (place, &(index, feature)) in plan.features.iter().enumerate() {
-            let values = &self.running[index].request.features[feature * hidden..(feature + 1) * hidden];
+            let values = self.running[index].feature(feature, hidden);
+            let values = values.ok_or(EngineError::Broken("every placeholder in a step has features"))?;
             self.model.set_feature(place, values)?;
         }
         self.model.forward(&plan.step, &mut ())?;
+        self.counters.step(plan.step.rows());
         let kinds = plan.rows_by_kind(&self.running);
         let mut trails = Vec::with_capacity(plan.entries.len());
         for entry in &plan.entries {
             let position = self.running[entry.index].computed;
-            let rows = self.advance(entry, sink)?;
+            let rows = self.advance(entry)?;
             let sequence = &self.running[entry.index];
             let drafts = sequence.phase == Phase::Prefill || sequence.useful_drafts() > 0;
             if sequence.depth > 0 && drafts && !sequence.is_finished() {
@@ -287,8 +409,9 @@ impl<B: Backend> Generator<B> {
             }
         }
         propose(&mut self.model, &mut self.running, &trails, self.drafting, &mut self.sampler, &mut self.row)?;
-        self.stats.book(start.elapsed().as_secs_f64(), kinds.0, kinds.1);
-        self.retire(sink);
+        let now = self.now();
+        self.stats.book(now - start, kinds.0, kinds.1);
+        self.report(now, sink);
         Ok(true)
     }
 
@@ -296,129 +419,114 @@ impl<B: Backend> Generator<B> {
     ///
     /// # Errors
     /// As [`Generator::step`].
-    pub fn run(&mut self, sink: &mut dyn FnMut(&TokenEvent) -> Flow) -> Result<(), EngineError> {
+    pub fn run(&mut self, sink: Sink<'_>) -> Result<(), EngineError> {
         while self.step(sink)? {}
         Ok(())
     }
 
-    /// Generates from one request, calling `token` for every new token. Sequences submitted before go on beside it.
+    /// Generates from one request, calling `token` for every new token; at [`Flow::Stop`] the token just seen is the last.
+    /// Sequences submitted before go on beside it, unheard.
     ///
     /// # Errors
-    /// As [`Generator::submit`] and [`Generator::step`].
+    /// As [`Generator::submit`] and [`Generator::step`]; [`EngineError::Failed`] when the request itself failed.
     pub fn generate(&mut self, request: Request, token: &mut dyn FnMut(u32) -> Flow) -> Result<Output, EngineError> {
         let id = self.submit(request)?;
-        loop {
-            let mut result = None;
-            let step = self.step(&mut |event| match event {
-                TokenEvent::Token { sequence, token: new, .. } if *sequence == id => token(*new),
-                TokenEvent::Finished { sequence, output } if *sequence == id => {
-                    result = Some(output.clone());
-                    Flow::Continue
+        let (mut collector, mut output, mut stopped) = (Collector::default(), None, false);
+        while output.is_none() && !stopped {
+            let step = self.step(&mut |sequence, mut event| {
+                if sequence != id {
+                    return Flow::Continue;
                 }
-                _ => Flow::Continue,
+                let reason = event.finish.as_ref().map(|finish| &finish.reason);
+                let shown = match reason {
+                    Some(FinishReason::EndToken | FinishReason::StopToken(_)) => event.tokens.len() - 1,
+                    _ => event.tokens.len(),
+                };
+                if let Some(last) = event.tokens[..shown].iter().position(|t| token(t.id) == Flow::Stop) {
+                    stopped = true;
+                    event.tokens.truncate(last + 1);
+                    let cost = event.finish.map(|finish| finish.cost).unwrap_or_default();
+                    event.finish = Some(Finish { reason: FinishReason::Abort, cost });
+                }
+                output = collector.take(event);
+                if stopped { Flow::Stop } else { Flow::Continue }
             });
-            if let Some(output) = result {
-                return Ok(output);
-            }
             if let Err(error) = step {
                 self.abort(id);
                 return Err(error);
             }
         }
-    }
-
-    fn check(&self, request: &Request) -> Result<(), EngineError> {
-        let prompt = request.prompt.len();
-        if prompt == 0 {
-            return Err(EngineError::EmptyPrompt);
-        }
-        if prompt >= self.context {
-            return Err(EngineError::PromptTooLong { prompt, context: self.context });
-        }
-        self.check_tokens(&request.prompt)?;
-        self.check_features(&request.prompt, &request.features)?;
-        request.sampling.validate(self.vocab)?;
-        if request.max_tokens == 0 {
-            return Err(EngineError::parameter("max_tokens", "at least 1", 0));
-        }
-        if request.min_tokens > request.max_tokens {
-            let expected = format!("at most max_tokens ({})", request.max_tokens);
-            return Err(EngineError::parameter("min_tokens", expected, request.min_tokens));
-        }
-        if let Some(depth) = request.depth.filter(|&depth| depth > self.depth) {
-            return Err(EngineError::parameter("depth", format!("at most {}", self.depth), depth));
-        }
-        let (need, available) = (need(self.extent(request)).pages, self.pools.all().pages);
-        if need > available {
-            return Err(EngineError::NeverFits { need, available });
-        }
-        Ok(())
-    }
-
-    pub(crate) fn check_tokens(&self, tokens: &[u32]) -> Result<(), EngineError> {
-        match tokens.iter().enumerate().find(|&(_, &t)| t as usize >= self.vocab) {
-            Some((index, &token)) => {
-                Err(EngineError::UnknownToken { index, token, last: self.vocab.saturating_sub(1) as u32 })
-            }
-            None => Ok(()),
+        match output {
+            Some(Output { finish: FinishReason::Error(error), .. }) => Err(EngineError::Failed(error)),
+            Some(output) => Ok(output),
+            None => Err(EngineError::Broken("a sequence ends with an event")),
         }
     }
 
-    pub(crate) fn check_features(&self, tokens: &[u32], features: &[f32]) -> Result<(), EngineError> {
-        let hidden = self.model.config().hidden_size;
-        let placeholders = self.placeholders(tokens).count();
-        if !features.is_empty() && self.tower.is_none() {
-            return Err(EngineError::NoVision);
-        }
-        if placeholders * hidden != features.len() {
-            return Err(EngineError::ImageTokens { placeholders, features: features.len() / hidden });
-        }
-        Ok(())
-    }
-
-    pub(crate) fn placeholders<'a>(&self, tokens: &'a [u32]) -> impl Iterator<Item = usize> + 'a {
-        let image = self.media.map(|m| m.image);
-        tokens.iter().enumerate().filter(move |&(_, &t)| Some(t) == image).map(|(i, _)| i)
-    }
-
-    /// Most tokens of the request's sequence.
-    fn extent(&self, request: &Request) -> usize {
-        request.prompt.len().saturating_add(request.max_tokens).min(self.context)
+    /// Seconds since loading.
+    fn now(&self) -> f64 {
+        self.began.elapsed().as_secs_f64()
     }
 
     /// Starts waiting sequences, first come first served, while slots and pages last.
-    fn admit(&mut self) {
-        while let Some((_, request)) = self.waiting.front() {
-            let Some(reservation) = self.pools.reserve(need(self.extent(request))) else { break };
-            let limit = self.extent(request);
-            let Some((id, request)) = self.waiting.pop_front() else { break };
-            let mut stops: std::collections::BTreeSet<u32> = request.stop_tokens.iter().copied().collect();
-            if !request.ignore_eos {
-                stops.extend(&self.model.config().eos_token_ids);
-            }
+    fn admit(&mut self, now: f64, sink: Sink<'_>) {
+        while let Some(waiting) = self.waiting.front() {
+            let limit = self.rules.extent(&waiting.request);
+            let Some(reservation) = self.pools.reserve(need(limit)) else { break };
+            let Some(Waiting { id, request, submitted }) = self.waiting.pop_front() else { break };
+            let mut times = Times { submitted, started: Some(now), first_token: None };
+            let features = match self.media_features(&request.media) {
+                Ok(features) => features,
+                Err(error) => {
+                    times.started = None;
+                    let reason = FinishReason::Error(RequestError::Internal(error.to_string()));
+                    let finish = Some(Finish { reason, cost: times.cost(Cost::default(), now) });
+                    sink(id, TokenEvent { finish, ..TokenEvent::default() });
+                    continue;
+                }
+            };
             self.running.push(Sequence {
                 id,
-                tokens: request.prompt.clone(),
+                tokens: request.prompt.to_vec(),
                 limit,
                 computed: 0,
                 fold: 0,
                 drafts: Vec::new(),
-                depth: request.depth.unwrap_or(self.depth),
+                depth: request.depth.map_or(self.rules.depth, |depth| depth as usize),
                 phase: Phase::Prefill,
                 reservation,
                 history: History::new(&request.sampling, &request.prompt),
-                placeholders: self.placeholders(&request.prompt).collect(),
-                stop_list: stops.iter().copied().collect(),
-                stops,
-                counts: DraftCounts::default(),
+                placeholders: self.rules.placeholders(&request.prompt).collect(),
+                features,
+                ends: if request.limits.ignore_eos { [].into() } else { Arc::clone(&self.ends) },
+                event: TokenEvent::default(),
+                cost: Cost::default(),
+                times,
                 request,
             });
         }
     }
 
-    /// Takes in the results of a sequence's rows: judges drafts, chooses a token, tells the consumer. Gives the number of
-    /// rows that are final.
-    fn advance(&mut self, entry: &Entry, sink: &mut dyn FnMut(&TokenEvent) -> Flow) -> Result<usize, EngineError> {
+    /// Features of media, from the cache where it has them.
+    fn media_features(&mut self, media: &[Media]) -> Result<Vec<Arc<[f32]>>, EngineError> {
+        let mut all = Vec::with_capacity(media.len());
+        for item in media {
+            let key = FeatureKey { digest: item.digest, kind: item.kind, tokens: item.tokens };
+            let features = match self.features.find(&key) {
+                Some(features) => features,
+                None => {
+                    let features: Arc<[f32]> = Arc::from(self.features(&item.patches)?);
+                    self.features.keep(key, Arc::clone(&features));
+                    features
+                }
+            };
+            all.push(features);
+        }
+        Ok(all)
+    }
+
+    /// Takes in the results of a sequence's rows: judges drafts and chooses a token. Gives the number of rows that are final.
+    fn advance(&mut self, entry: &Entry) -> Result<usize, EngineError> {
         let sequence = &mut self.running[entry.index];
         let prefill = sequence.phase == Phase::Prefill;
         if prefill {
@@ -429,6 +537,7 @@ impl<B: Backend> Generator<B> {
             return Ok(entry.rows);
         };
         sequence.phase = Phase::Decode;
+        sequence.features.clear();
         let drafts = std::mem::take(&mut sequence.drafts);
         let (mut accepted, mut judged) = (0, entry.drafts);
         for i in 0..=entry.drafts {
@@ -437,26 +546,21 @@ impl<B: Backend> Generator<B> {
             let position = sequence.tokens.len();
             let params = &sequence.request.sampling;
             let (row, history) = (&mut self.row, &sequence.history);
-            let banned = sequence.banned(index);
+            let banned: Vec<u32> = sequence.banned(index).collect();
             let (token, stands) = match drafts.get(i) {
                 Some(draft) => {
-                    let choice = self.sampler.choose(row, params, history, banned, position)?;
-                    match judge(&choice, draft, params.seed, position) {
+                    let choice = self.sampler.choose(row, params, history, &banned, position)?;
+                    match judge(&choice, draft, params.key(), position) {
                         Verdict::Accepted => (draft.token, true),
                         Verdict::Replaced(token) => (token, false),
                     }
                 }
-                None => (self.sampler.next(row, params, history, banned, position)?, false),
+                None => (self.sampler.next(row, params, history, &banned, position)?, false),
             };
             accepted += usize::from(stands);
-            if sequence.push(token) {
-                if !prefill {
-                    self.stats.decode_tokens += 1;
-                }
-                let event = TokenEvent::Token { sequence: sequence.id, token, index };
-                if sink(&event) == Flow::Stop && !sequence.is_finished() {
-                    sequence.phase = Phase::Finished(Finish::Consumer);
-                }
+            sequence.push(token, None);
+            if !prefill {
+                self.stats.decode_tokens += 1;
             }
             if stands && sequence.is_finished() {
                 // Drafts behind the end are nobody's text: they count neither for nor against the drafter.
@@ -468,7 +572,9 @@ impl<B: Backend> Generator<B> {
         }
         if entry.drafts > 0 {
             self.stats.drafts.record(judged, accepted);
-            sequence.counts.record(judged, accepted);
+            sequence.cost.draft_steps += 1;
+            sequence.cost.drafted += judged as u32;
+            sequence.cost.accepted += accepted as u32;
         }
         let finals = entry.rows - entry.drafts + accepted;
         sequence.computed += finals;
@@ -476,22 +582,27 @@ impl<B: Backend> Generator<B> {
         Ok(finals)
     }
 
-    /// Takes out finished sequences and tells the consumer.
-    fn retire(&mut self, sink: &mut dyn FnMut(&TokenEvent) -> Flow) {
-        let mut index = 0;
-        while index < self.running.len() {
-            match self.running[index].phase {
-                Phase::Finished(finish) => {
-                    let sequence = self.running.remove(index);
-                    let id = sequence.id;
-                    let output = sequence.into_output(finish);
-                    sink(&TokenEvent::Finished { sequence: id, output });
-                }
-                _ => index += 1,
+    /// Hands out what the step produced, and takes out the sequences that ended.
+    fn report(&mut self, now: f64, sink: Sink<'_>) {
+        self.running.retain_mut(|sequence| {
+            let mut event = std::mem::take(&mut sequence.event);
+            if !event.tokens.is_empty() {
+                sequence.times.first_token.get_or_insert(now);
             }
-        }
+            if let Phase::Finished(reason) = &sequence.phase {
+                event.finish = Some(Finish { reason: reason.clone(), cost: sequence.times.cost(sequence.cost, now) });
+            }
+            if event == TokenEvent::default() {
+                return true;
+            }
+            let flow = sink(sequence.id, event);
+            flow == Flow::Continue && !sequence.is_finished()
+        });
     }
 }
+
+/// Takes the events of a step.
+pub type Sink<'a> = &'a mut dyn FnMut(SequenceId, TokenEvent) -> Flow;
 
 /// Rows of logits kept for scoring, beyond what decoding needs.
 const LOGIT_ROWS: usize = 64;

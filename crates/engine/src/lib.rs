@@ -3,7 +3,9 @@
 //! | file | idea |
 //! |---|---|
 //! | [`generate`] | [`Generator`]: drives a model over several sequences at once |
-//! | [`sequence`] | [`Request`] and the life of a sequence |
+//! | [`request`] | [`Request`] and [`TokenEvent`]: what is asked and what comes back, plain data |
+//! | [`rules`] | which requests can be served at all |
+//! | [`sequence`] | the life of a sequence |
 //! | [`schedule`] | who is admitted, preempted, refused, and which rows the next step computes; pure |
 //! | [`policy`] | the choices behind it: order, pace, lanes |
 //! | [`rates`] | how fast steps have been |
@@ -16,8 +18,8 @@
 //! | [`constraint`] | the seam to grammars: which tokens may come next |
 //! | `draft` | the draft layer's schedule |
 //! | [`score`] | log-probabilities of given tokens |
-//! | [`request`] | what a front end asks and gets back: plain data |
 //! | [`random`] | draws keyed by seed, position and purpose |
+//! | [`worker`] | a generator on a thread of its own, for front ends |
 //! | [`stats`] | what was done, how fast, how many drafts were right |
 //!
 //! Invariants: greedy output does not depend on the draft depth; what a sequence yields depends on its request alone,
@@ -37,18 +39,23 @@ pub mod prefix;
 pub mod random;
 pub mod rates;
 pub mod request;
+pub mod rules;
 pub mod sampling;
 pub mod schedule;
 pub mod score;
 pub mod sequence;
 pub mod speculate;
 pub mod stats;
+pub mod worker;
 
 pub use error::EngineError;
 pub use generate::{DraftSampling, Generator, IndexSharing, Settings};
 pub use pools::{Need, Page, PageTable, Pools, Reservation, Slot};
 pub use prefix::{PageKeys, PrefixTree};
-pub use sampling::{Distribution, Sampler, SamplingParams};
+pub use request::{FinishReason, Output, Request, Sampling, TokenEvent};
+pub use rules::Rules;
+pub use sampling::{Distribution, Sampler};
 pub use score::ScoredRow;
-pub use sequence::{Finish, Flow, Output, Request, SequenceId, TokenEvent};
-pub use stats::{DraftCounts, Stats};
+pub use sequence::{Flow, SequenceId};
+pub use stats::{Counters, DraftCounts, Snapshot, Stats};
+pub use worker::{EventSink, Facts, Refused, Worker, WorkerSettings};

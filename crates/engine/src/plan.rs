@@ -148,9 +148,10 @@ mod tests {
     use crate::{
         Request, SequenceId,
         pools::{Pools, need},
+        request::{Cost, TokenEvent},
         sampling::History,
+        sequence::Times,
         speculate::Draft,
-        stats::DraftCounts,
     };
 
     const SLOTS: usize = 6;
@@ -178,7 +179,7 @@ mod tests {
         let tokens: Vec<u32> = (0..(prompt + output) as u32).collect();
         let decoding = output > 0;
         let fold = if decoding { DEPTH.min(output - 1) } else { 0 };
-        let request = Request::new(tokens[..prompt].to_vec(), CONTEXT - prompt);
+        let request = Request::new(tokens[..prompt].to_vec(), (CONTEXT - prompt) as u32);
         Sequence {
             id: SequenceId(prompt as u64),
             limit: CONTEXT,
@@ -190,9 +191,11 @@ mod tests {
             reservation: pools.reserve(need(CONTEXT)).unwrap(),
             history: History::default(),
             placeholders: (0..prompt).step_by(3).collect(),
-            stops: std::collections::BTreeSet::new(),
-            stop_list: Vec::new(),
-            counts: DraftCounts::default(),
+            features: Vec::new(),
+            ends: [].into(),
+            event: TokenEvent::default(),
+            cost: Cost::default(),
+            times: Times::default(),
             tokens,
             request,
         }

@@ -31,6 +31,12 @@ pub fn uniform(seed: u64, position: usize, purpose: Purpose) -> f64 {
     bits as f64 / (1u64 << 53) as f64
 }
 
+/// A key for the `ordinal`-th request of an engine with this seed.
+pub fn key(seed: u64, ordinal: u64) -> u64 {
+    let block = philox([ordinal as u32, (ordinal >> 32) as u32, 4, 0], [seed as u32, (seed >> 32) as u32]);
+    u64::from(block[0]) << 32 | u64::from(block[1])
+}
+
 /// One block of Philox 4x32-10.
 fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];

@@ -1,4 +1,4 @@
-//! What a front end asks of an engine, and what it gets back: plain data, no behaviour.
+//! What anybody asks of an engine, and what comes back: plain data.
 //!
 //! A [`Request`] is one continuation of one prompt; a client's `n` answers are `n` requests of the same
 //! [`Request::group`]. Everything that shapes the tokens is in it, so that a request replays anywhere. The answer is a
@@ -6,6 +6,10 @@
 //! [`TokenEvent::finish`].
 
 use std::sync::Arc;
+
+use glimmer_model::vision::Patches;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest as _, Sha256};
 
 /// A prompt to continue, and how.
 #[derive(Clone, Debug, PartialEq)]
@@ -36,25 +40,73 @@ pub struct Request {
     pub thinking_budget: Option<u32>,
     /// Whether the prompt ends inside reasoning: a structure and a thinking budget start from here.
     pub starts_in_reasoning: bool,
+    /// Index in the prompt where its last turn begins: a later turn of the same conversation shares the tokens before it.
+    pub turn_start: Option<usize>,
+    /// Most drafts a step; `None` takes the engine's depth.
+    pub depth: Option<u32>,
+}
+
+impl Request {
+    /// A greedy request for up to `max_tokens` tokens, without pictures.
+    pub fn new(prompt: impl Into<Arc<[u32]>>, max_tokens: u32) -> Self {
+        Self {
+            id: String::new(),
+            group: 0,
+            prompt: prompt.into(),
+            media: Arc::default(),
+            sampling: Sampling::greedy(),
+            limits: Limits { max_tokens, ..Limits::default() },
+            logprobs: None,
+            prompt_logprobs: None,
+            priority: 0,
+            cache_salt: None,
+            structure: None,
+            thinking_budget: None,
+            starts_in_reasoning: false,
+            turn_start: None,
+            depth: None,
+        }
+    }
+
+    /// The same request, going on behind the model's own end tokens.
+    #[must_use]
+    pub fn ignoring_eos(mut self) -> Self {
+        self.limits.ignore_eos = true;
+        self
+    }
 }
 
 /// One image or clip of a prompt.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Media {
     /// Image or clip.
     pub kind: MediaKind,
-    /// The encoded file (PNG, JPEG, WebP, GIF, BMP), already checked to decode.
+    /// The encoded file (PNG, JPEG, WebP, GIF, BMP), already checked to decode; may be empty, the engine does not read it.
     pub bytes: Arc<[u8]>,
-    /// SHA-256 of `bytes`: identity in the prefix cache.
+    /// Identity in the caches of prefixes and features: equal digests mean equal patches.
     pub digest: [u8; 32],
+    /// Its pixels, as the vision tower takes them.
+    pub patches: Arc<Patches>,
     /// Index in the prompt of the first placeholder.
     pub start: usize,
     /// Placeholders, over all frames.
     pub tokens: usize,
 }
 
+impl Media {
+    /// Media of one kind from patches alone, whose first placeholder is at `start`; the digest is that of the patches.
+    pub fn from_patches(kind: MediaKind, patches: Arc<Patches>, start: usize) -> Self {
+        let grid = [patches.grid.frames, patches.grid.height, patches.grid.width, patches.width, patches.merge];
+        let mut hash = Sha256::new();
+        grid.iter().for_each(|side| hash.update((*side as u64).to_le_bytes()));
+        patches.values.iter().for_each(|value| hash.update(value.to_le_bytes()));
+        let (digest, tokens) = (hash.finalize().into(), patches.tokens());
+        Self { kind, bytes: Arc::default(), digest, patches, start, tokens }
+    }
+}
+
 /// Kind of a [`Media`].
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub enum MediaKind {
     /// One picture.
     Image,
@@ -64,7 +116,8 @@ pub enum MediaKind {
 
 /// How a token is chosen, applied in the order bias, allowed and bad words, penalties, temperature, `min_p`, `top_k` and
 /// `top_p`, draw.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct Sampling {
     /// 0 to 2; below 1e-5 the most probable token is taken.
     pub temperature: f32,
@@ -108,8 +161,15 @@ impl Default for Sampling {
     }
 }
 
+impl Sampling {
+    /// The most probable token, nothing else switched on.
+    pub fn greedy() -> Self {
+        Self { temperature: 0.0, ..Self::default() }
+    }
+}
+
 /// When an answer ends.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// Most tokens, at least 1.
     pub max_tokens: u32,
@@ -121,8 +181,15 @@ pub struct Limits {
     pub stop_tokens: Vec<u32>,
 }
 
+impl Default for Limits {
+    /// As many tokens as the context holds, ended by the model's own end tokens alone.
+    fn default() -> Self {
+        Self { max_tokens: u32::MAX, min_tokens: 0, ignore_eos: false, stop_tokens: Vec::new() }
+    }
+}
+
 /// Shape that the answer must have, behind its reasoning.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Structure {
     /// Any JSON object.
     JsonObject,
@@ -190,7 +257,7 @@ pub struct Finish {
 }
 
 /// Why an answer ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum FinishReason {
     /// One of the model's own end tokens, the last token.
     EndToken,
@@ -205,7 +272,7 @@ pub enum FinishReason {
 }
 
 /// Why a request failed behind its admission.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum RequestError {
     /// A fault of the engine; the text goes to the log, never to the client.
     #[error("internal: {0}")]
@@ -228,4 +295,54 @@ pub struct Cost {
     pub cached_tokens: u32,
     /// How often the request was preempted.
     pub preemptions: u32,
+    /// Verifying steps with at least one draft.
+    pub draft_steps: u32,
+    /// Drafts judged.
+    pub drafted: u32,
+    /// Of these, the ones that stood.
+    pub accepted: u32,
+}
+
+/// An answer collected from its events, for consumers that do not stream.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Output {
+    /// The new tokens, without the token that ended the answer.
+    pub tokens: Vec<u32>,
+    /// Log-probabilities of `tokens`, when asked for.
+    pub logprobs: Vec<Logprobs>,
+    /// Log-probabilities of the prompt, when asked for.
+    pub prompt_logprobs: Option<Vec<Option<Logprobs>>>,
+    /// Why it ended.
+    pub finish: FinishReason,
+    /// What it cost.
+    pub cost: Cost,
+}
+
+/// Collects the events of one answer.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Collector {
+    tokens: Vec<Token>,
+    prompt_logprobs: Option<Vec<Option<Logprobs>>>,
+}
+
+impl Collector {
+    /// Takes an event in; gives the answer when it was the last one.
+    pub fn take(&mut self, event: TokenEvent) -> Option<Output> {
+        self.tokens.extend(event.tokens);
+        if event.prompt_logprobs.is_some() {
+            self.prompt_logprobs = event.prompt_logprobs;
+        }
+        let finish = event.finish?;
+        if matches!(finish.reason, FinishReason::EndToken | FinishReason::StopToken(_)) {
+            self.tokens.pop();
+        }
+        let tokens = std::mem::take(&mut self.tokens);
+        Some(Output {
+            tokens: tokens.iter().map(|token| token.id).collect(),
+            logprobs: tokens.into_iter().filter_map(|token| token.logprobs.map(|l| *l)).collect(),
+            prompt_logprobs: self.prompt_logprobs.take(),
+            finish: finish.reason,
+            cost: finish.cost,
+        })
+    }
 }

@@ -6,11 +6,10 @@
 
 use std::collections::BTreeMap;
 
-use serde::{Deserialize, Serialize};
-
 use crate::{
     EngineError,
     random::{Purpose, uniform},
+    request::Sampling,
 };
 
 /// Temperatures below this are greedy.
@@ -19,48 +18,12 @@ pub const GREEDY_BELOW: f32 = 1e-5;
 /// Largest magnitude of a bias; larger ones are clamped to it.
 pub const MAX_BIAS: f32 = 100.0;
 
-/// How tokens are chosen.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct SamplingParams {
-    /// Divides the logits; 0 to 2.
-    pub temperature: f32,
-    /// Smallest set of most probable tokens with at least this mass; (0, 1], 1 is off.
-    pub top_p: f32,
-    /// This many most probable tokens; 0 is off.
-    pub top_k: usize,
-    /// Tokens with at least this share of the most probable one's probability; [0, 1], 0 is off.
-    pub min_p: f32,
-    /// Subtracted from tokens that the output has; [-2, 2].
-    pub presence_penalty: f32,
-    /// Subtracted for every occurrence in the output; [-2, 2].
-    pub frequency_penalty: f32,
-    /// Divides positive and multiplies negative logits of tokens that prompt or output have; above 0, 1 is off.
-    pub repetition_penalty: f32,
-    /// Added to single tokens.
-    pub logit_bias: Vec<(u32, f32)>,
-    /// Key of all draws.
-    pub seed: u64,
-}
-
-impl Default for SamplingParams {
-    /// Greedy, nothing else switched on.
-    fn default() -> Self {
-        Self {
-            temperature: 0.0,
-            top_p: 1.0,
-            top_k: 0,
-            min_p: 0.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            repetition_penalty: 1.0,
-            logit_bias: Vec::new(),
-            seed: 0,
-        }
+impl Sampling {
+    /// Key of all draws: the seed's bits, 0 without one.
+    pub fn key(&self) -> u64 {
+        self.seed.unwrap_or(0).cast_unsigned()
     }
-}
 
-impl SamplingParams {
     /// Whether the largest logit is taken.
     pub fn is_greedy(&self) -> bool {
         self.temperature < GREEDY_BELOW
@@ -119,7 +82,7 @@ struct Seen {
 
 impl History {
     /// The history of a prompt.
-    pub fn new(params: &SamplingParams, prompt: &[u32]) -> Self {
+    pub fn new(params: &Sampling, prompt: &[u32]) -> Self {
         let active = params.has_penalties();
         let counts = if active { prompt.iter().map(|&t| (t, Seen::default())).collect() } else { BTreeMap::new() };
         Self { counts, active }
@@ -132,7 +95,7 @@ impl History {
         }
     }
 
-    fn apply(&self, params: &SamplingParams, logits: &mut [f32]) {
+    fn apply(&self, params: &Sampling, logits: &mut [f32]) {
         for (&token, seen) in &self.counts {
             let Some(logit) = logits.get_mut(token as usize) else { continue };
             let repeated = params.repetition_penalty;
@@ -237,7 +200,7 @@ impl Sampler {
     pub fn choose(
         &mut self,
         logits: &mut [f32],
-        params: &SamplingParams,
+        params: &Sampling,
         history: &History,
         banned: &[u32],
         position: usize,
@@ -268,18 +231,18 @@ impl Sampler {
     pub fn next(
         &mut self,
         logits: &mut [f32],
-        params: &SamplingParams,
+        params: &Sampling,
         history: &History,
         banned: &[u32],
         position: usize,
     ) -> Result<u32, EngineError> {
         Ok(match self.choose(logits, params, history, banned, position)? {
             Choice::Token(token) => token,
-            Choice::Among(distribution) => distribution.draw(uniform(params.seed, position, Purpose::Token)),
+            Choice::Among(distribution) => distribution.draw(uniform(params.key(), position, Purpose::Token)),
         })
     }
 
-    fn shape(&mut self, logits: &[f32], params: &SamplingParams, max: f32) {
+    fn shape(&mut self, logits: &[f32], params: &Sampling, max: f32) {
         let (temperature, candidates) = (f64::from(params.temperature), &mut self.candidates);
         let weight = |logit: f32| ((f64::from(logit) - f64::from(max)) / temperature).exp();
         let least = f64::from(params.min_p);
@@ -291,9 +254,9 @@ impl Sampler {
                 .filter(|&(&l, _)| l > f32::NEG_INFINITY && (least <= 0.0 || weight(l) >= least))
                 .map(|(&l, token)| (l, token)),
         );
-        if params.top_k > 0 && params.top_k < candidates.len() {
-            candidates.select_nth_unstable_by(params.top_k, by_rank);
-            candidates.truncate(params.top_k);
+        if let Some(top_k) = params.top_k.map(|k| k as usize).filter(|&k| k > 0 && k < candidates.len()) {
+            candidates.select_nth_unstable_by(top_k, by_rank);
+            candidates.truncate(top_k);
         }
         if params.top_p < 1.0 {
             let kept = nucleus(candidates, f64::from(params.top_p), weight);
@@ -363,7 +326,7 @@ pub(crate) fn largest(logits: &[f32]) -> Result<(u32, f32), &'static str> {
 mod tests {
     use super::*;
 
-    fn shape(logits: &[f32], params: &SamplingParams) -> Vec<(u32, f64)> {
+    fn shape(logits: &[f32], params: &Sampling) -> Vec<(u32, f64)> {
         let mut sampler = Sampler::default();
         let mut logits = logits.to_vec();
         match sampler.choose(&mut logits, params, &History::default(), &[], 0).unwrap() {
@@ -381,8 +344,8 @@ mod tests {
         [0.4f32, 0.3, 0.2, 0.1].iter().map(|p| p.ln()).collect()
     }
 
-    fn at(temperature: f32) -> SamplingParams {
-        SamplingParams { temperature, ..SamplingParams::default() }
+    fn at(temperature: f32) -> Sampling {
+        Sampling { temperature, ..Sampling::greedy() }
     }
 
     #[test]
@@ -399,32 +362,32 @@ mod tests {
         let half = shape(&ladder(), &at(0.5));
         assert!((half[0].1 - 0.16 / 0.30).abs() < 1e-6);
         // At temperature 0.5 the largest has 0.53 of the mass: top-p 0.5 keeps it alone.
-        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { top_p: 0.5, ..at(0.5) })), [0]);
-        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { top_p: 0.5, ..at(1.0) })), [0, 1]);
+        assert_eq!(tokens(&shape(&ladder(), &Sampling { top_p: 0.5, ..at(0.5) })), [0]);
+        assert_eq!(tokens(&shape(&ladder(), &Sampling { top_p: 0.5, ..at(1.0) })), [0, 1]);
     }
 
     #[test]
     fn top_p_keeps_the_smallest_set_that_reaches_the_mass() {
         for (top_p, kept) in [(0.39, 1), (0.41, 2), (0.69, 2), (0.71, 3), (0.91, 4), (1.0, 4)] {
-            assert_eq!(shape(&ladder(), &SamplingParams { top_p, ..at(1.0) }).len(), kept, "{top_p}");
+            assert_eq!(shape(&ladder(), &Sampling { top_p, ..at(1.0) }).len(), kept, "{top_p}");
         }
-        assert_eq!(tokens(&shape(&[0.0; 8], &SamplingParams { top_p: 0.5, ..at(1.0) })), [0, 1, 2, 3], "ties");
+        assert_eq!(tokens(&shape(&[0.0; 8], &Sampling { top_p: 0.5, ..at(1.0) })), [0, 1, 2, 3], "ties");
     }
 
     #[test]
     fn top_k_min_p_and_their_order() {
-        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { top_k: 2, ..at(1.0) })), [0, 1]);
-        assert_eq!(tokens(&shape(&[1.0; 6], &SamplingParams { top_k: 2, ..at(1.0) })), [0, 1], "ties");
+        assert_eq!(tokens(&shape(&ladder(), &Sampling { top_k: Some(2), ..at(1.0) })), [0, 1]);
+        assert_eq!(tokens(&shape(&[1.0; 6], &Sampling { top_k: Some(2), ..at(1.0) })), [0, 1], "ties");
         // 0.45 of 0.4 is 0.18: the token of 0.1 goes.
-        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { min_p: 0.45, ..at(1.0) })), [0, 1, 2]);
+        assert_eq!(tokens(&shape(&ladder(), &Sampling { min_p: 0.45, ..at(1.0) })), [0, 1, 2]);
         // Top-p counts the mass that top-k left: 0.4 of 0.7 exceeds 0.55.
-        assert_eq!(tokens(&shape(&ladder(), &SamplingParams { top_k: 2, top_p: 0.55, ..at(1.0) })), [0]);
+        assert_eq!(tokens(&shape(&ladder(), &Sampling { top_k: Some(2), top_p: 0.55, ..at(1.0) })), [0]);
     }
 
     #[test]
     fn a_nucleus_beyond_the_first_window_equals_a_full_sort() {
         let logits: Vec<f32> = (0..5000).map(|i| ((i * 7919) % 5000) as f32 / 2500.0).collect();
-        let params = SamplingParams { top_p: 0.9, ..at(1.0) };
+        let params = Sampling { top_p: 0.9, ..at(1.0) };
         let ours = shape(&logits, &params);
         let mut order: Vec<u32> = (0..5000).collect();
         order.sort_by(|&a, &b| logits[b as usize].total_cmp(&logits[a as usize]).then(a.cmp(&b)));
@@ -445,7 +408,7 @@ mod tests {
 
     #[test]
     fn bias_and_bans_come_first() {
-        let params = SamplingParams { logit_bias: vec![(3, 1000.0), (0, -5.0)], ..at(0.0) };
+        let params = Sampling { logit_bias: vec![(3, 1000.0), (0, -5.0)], ..at(0.0) };
         let mut logits = vec![4.0, 1.0, 0.0, -90.0];
         let token = Sampler::default().next(&mut logits, &params, &History::default(), &[], 0).unwrap();
         assert_eq!(token, 3, "a bias is clamped to 100, which lifts -90 to 10");
@@ -456,12 +419,8 @@ mod tests {
 
     #[test]
     fn penalties_count_prompt_and_output_as_documented() {
-        let params = SamplingParams {
-            presence_penalty: 0.5,
-            frequency_penalty: 0.25,
-            repetition_penalty: 2.0,
-            ..SamplingParams::default()
-        };
+        let params =
+            Sampling { presence_penalty: 0.5, frequency_penalty: 0.25, repetition_penalty: 2.0, ..Sampling::greedy() };
         let mut history = History::new(&params, &[0, 1]);
         history.push(1);
         history.push(1);
@@ -471,7 +430,7 @@ mod tests {
         // Token 1: 4 / 2 - 2 * 0.25 - 0.5; token 2: -4 * 2 - 0.25 - 0.5. All exact in binary.
         let expected = [2.0f32, 1.0, -8.75, 4.0];
         assert!(logits.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "{logits:?}");
-        assert!(History::new(&SamplingParams::default(), &[1, 2]).counts.is_empty());
+        assert!(History::new(&Sampling::greedy(), &[1, 2]).counts.is_empty());
     }
 
     #[test]
@@ -496,18 +455,18 @@ mod tests {
             ("temperature", at(-0.1)),
             ("temperature", at(f32::NAN)),
             ("temperature", at(2.1)),
-            ("top_p", SamplingParams { top_p: 0.0, ..at(1.0) }),
-            ("min_p", SamplingParams { min_p: 1.5, ..at(1.0) }),
-            ("presence_penalty", SamplingParams { presence_penalty: 3.0, ..at(1.0) }),
-            ("frequency_penalty", SamplingParams { frequency_penalty: -3.0, ..at(1.0) }),
-            ("repetition_penalty", SamplingParams { repetition_penalty: 0.0, ..at(1.0) }),
-            ("logit_bias", SamplingParams { logit_bias: vec![(10, 1.0)], ..at(1.0) }),
+            ("top_p", Sampling { top_p: 0.0, ..at(1.0) }),
+            ("min_p", Sampling { min_p: 1.5, ..at(1.0) }),
+            ("presence_penalty", Sampling { presence_penalty: 3.0, ..at(1.0) }),
+            ("frequency_penalty", Sampling { frequency_penalty: -3.0, ..at(1.0) }),
+            ("repetition_penalty", Sampling { repetition_penalty: 0.0, ..at(1.0) }),
+            ("logit_bias", Sampling { logit_bias: vec![(10, 1.0)], ..at(1.0) }),
         ];
         for (field, params) in bad {
             let error = params.validate(10).unwrap_err().to_string();
             assert!(error.contains(field), "{error}");
         }
-        SamplingParams::default().validate(10).unwrap();
+        Sampling::greedy().validate(10).unwrap();
     }
 
     #[test]

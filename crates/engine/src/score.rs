@@ -21,7 +21,7 @@ pub struct ScoredRow<'a> {
 impl<B: Backend> Generator<B> {
     /// Ids that exist: the length of [`ScoredRow::log_probabilities`].
     pub fn vocabulary(&self) -> usize {
-        self.vocab
+        self.rules.vocabulary
     }
 
     /// Scores `tokens` (with `features` `[placeholders, hidden]` when they hold image placeholders) and calls `row` for
@@ -39,18 +39,18 @@ impl<B: Backend> Generator<B> {
         if tokens.is_empty() {
             return Err(EngineError::EmptyPrompt);
         }
-        if tokens.len() > self.context {
-            return Err(EngineError::PromptTooLong { prompt: tokens.len(), context: self.context });
+        if tokens.len() > self.rules.context {
+            return Err(EngineError::PromptTooLong { prompt: tokens.len(), context: self.rules.context });
         }
-        self.check_tokens(tokens)?;
-        self.check_features(tokens, features)?;
+        self.rules.check_tokens(tokens)?;
+        self.rules.check_features(tokens, features.len() / self.model.config().hidden_size)?;
         let needed = need(tokens.len());
         let reservation = self
             .pools
             .reserve(needed)
             .ok_or(EngineError::NeverFits { need: needed.pages, available: self.pools.free().pages })?;
         let hidden = self.model.config().hidden_size;
-        let placeholders: Vec<usize> = self.placeholders(tokens).collect();
+        let placeholders: Vec<usize> = self.rules.placeholders(tokens).collect();
         let chunk = self.model.limits().max_rows.min(self.model.limits().max_logits);
         for position in (0..tokens.len()).step_by(chunk) {
             let rows = chunk.min(tokens.len() - position);
@@ -78,7 +78,7 @@ impl<B: Backend> Generator<B> {
             self.model.forward(&step, &mut ())?;
             for i in 0..rows {
                 self.model.logits(i, &mut self.row)?;
-                let logits = &mut self.row[..self.vocab];
+                let logits = &mut self.row[..self.rules.vocabulary];
                 let at = position + i;
                 let top = log_softmax(logits).map_err(|reason| EngineError::NoToken { position: at + 1, reason })?;
                 row(&ScoredRow { position: at, log_probabilities: logits, top });

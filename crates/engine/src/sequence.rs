@@ -1,4 +1,4 @@
-//! A request and the life of its sequence.
+//! The life of a sequence.
 //!
 //! ```text
 //! waiting --slot and pages--> prefill --last prompt row--> decode --stop--> finished
@@ -7,123 +7,39 @@
 //! beyond them, which its next step feeds; `fold` of them are still records of the slot's ring. Finishing drops the
 //! reservation, nothing else does.
 
-use std::collections::BTreeSet;
+use std::sync::Arc;
 
 use glimmer_model::HiddenSource;
 
 use crate::{
     pools::Reservation,
-    sampling::{History, SamplingParams},
+    request::{Cost, FinishReason, Logprobs, Request, Token, TokenEvent},
+    sampling::History,
     speculate::Draft,
-    stats::DraftCounts,
 };
 
 /// Identifies a sequence of a [`crate::Generator`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct SequenceId(pub u64);
 
-/// What to generate from, and how.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Request {
-    /// The prompt, image placeholders expanded.
-    pub prompt: Vec<u32>,
-    /// Image features `[placeholders, hidden]`, in prompt order.
-    pub features: Vec<f32>,
-    /// How tokens are chosen.
-    pub sampling: SamplingParams,
-    /// Most new tokens; fewer when the context ends before.
-    pub max_tokens: usize,
-    /// Stop tokens cannot be chosen before so many new tokens.
-    pub min_tokens: usize,
-    /// Stop tokens besides the model's own.
-    pub stop_tokens: Vec<u32>,
-    /// Goes on at the model's own stop tokens.
-    pub ignore_eos: bool,
-    /// Draft depth; `None` takes the generator's.
-    pub depth: Option<usize>,
-}
-
-impl Request {
-    /// A greedy request for up to `max_tokens` tokens.
-    pub fn new(prompt: Vec<u32>, max_tokens: usize) -> Self {
-        Self {
-            prompt,
-            features: Vec::new(),
-            sampling: SamplingParams::default(),
-            max_tokens,
-            min_tokens: 0,
-            stop_tokens: Vec::new(),
-            ignore_eos: false,
-            depth: None,
-        }
-    }
-}
-
-/// Why a sequence ended.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Finish {
-    /// A stop token was chosen (it is not part of the output).
-    StopToken(u32),
-    /// The most tokens, or the end of the context.
-    Length,
-    /// The consumer of the events said so.
-    Consumer,
-    /// [`crate::Generator::abort`].
-    Aborted,
-}
-
 /// What a consumer of events wants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Flow {
     /// More.
     Continue,
-    /// No more of this sequence; the token just seen is the last.
+    /// No more of this sequence: it is aborted, and nothing follows.
     Stop,
 }
 
-/// Something happened to a sequence.
-#[derive(Debug, Clone, PartialEq)]
-pub enum TokenEvent {
-    /// A token of the output.
-    Token {
-        /// The sequence.
-        sequence: SequenceId,
-        /// The token.
-        token: u32,
-        /// Its index in the output.
-        index: usize,
-    },
-    /// The end; nothing follows for this sequence.
-    Finished {
-        /// The sequence.
-        sequence: SequenceId,
-        /// The result.
-        output: Output,
-    },
-}
-
-/// The result of a sequence.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Output {
-    /// The new tokens, without a stop token.
-    pub tokens: Vec<u32>,
-    /// Why it ended.
-    pub finish: Finish,
-    /// Prompt tokens.
-    pub prompt_tokens: usize,
-    /// Drafts judged and accepted.
-    pub drafts: DraftCounts,
-}
-
 /// Where a sequence is in its life.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Phase {
     /// Prompt rows are left.
     Prefill,
     /// One row a step, and its drafts.
     Decode,
     /// Over.
-    Finished(Finish),
+    Finished(FinishReason),
 }
 
 /// A sequence that holds a slot and pages.
@@ -148,11 +64,38 @@ pub struct Sequence {
     pub(crate) history: History,
     /// Positions of image placeholders, ascending; the index is the feature's row.
     pub(crate) placeholders: Vec<usize>,
-    /// All stop tokens.
-    pub(crate) stops: BTreeSet<u32>,
-    /// `stops` as a list, for bans.
-    pub(crate) stop_list: Vec<u32>,
-    pub(crate) counts: DraftCounts,
+    /// Features of the request's media, `[tokens, hidden]` each; empty once the prompt is computed.
+    pub(crate) features: Vec<Arc<[f32]>>,
+    /// The model's own end tokens, none when the request goes on behind them.
+    pub(crate) ends: Arc<[u32]>,
+    /// Chosen in the step being taken in, and the end if it came.
+    pub(crate) event: TokenEvent,
+    /// What the sequence cost so far.
+    pub(crate) cost: Cost,
+    /// Seconds of the engine's clock: submission, first step, first token.
+    pub(crate) times: Times,
+}
+
+/// When a sequence reached its stations, in seconds of the engine's clock.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) struct Times {
+    pub(crate) submitted: f64,
+    pub(crate) started: Option<f64>,
+    pub(crate) first_token: Option<f64>,
+}
+
+impl Times {
+    /// The seconds between the stations, for a request that ends now.
+    pub(crate) fn cost(&self, cost: Cost, now: f64) -> Cost {
+        let started = self.started.unwrap_or(now);
+        let first = self.first_token.unwrap_or(now);
+        Cost {
+            queue_seconds: started - self.submitted,
+            prefill_seconds: first - started,
+            decode_seconds: now - first,
+            ..cost
+        }
+    }
 }
 
 impl Sequence {
@@ -162,22 +105,24 @@ impl Sequence {
     }
 
     /// Tokens that cannot be chosen as the output token of this index.
-    pub(crate) fn banned(&self, index: usize) -> &[u32] {
-        if index < self.request.min_tokens { &self.stop_list } else { &[] }
+    pub(crate) fn banned(&self, index: usize) -> impl Iterator<Item = u32> + '_ {
+        let early = index < self.request.limits.min_tokens as usize;
+        let tokens = self.ends.iter().chain(&self.request.limits.stop_tokens);
+        tokens.copied().filter(move |_| early)
     }
 
-    /// Adds a chosen token; gives whether it became part of the output. Sets the phase when it ends the sequence.
-    pub(crate) fn push(&mut self, token: u32) -> bool {
-        if self.stops.contains(&token) {
-            self.phase = Phase::Finished(Finish::StopToken(token));
-            return false;
-        }
+    /// Adds a chosen token. Sets the phase when it ends the sequence.
+    pub(crate) fn push(&mut self, token: u32, logprobs: Option<Box<Logprobs>>) {
         self.tokens.push(token);
         self.history.push(token);
-        if self.tokens.len() >= self.limit {
-            self.phase = Phase::Finished(Finish::Length);
+        self.event.tokens.push(Token { id: token, logprobs });
+        if self.ends.contains(&token) {
+            self.phase = Phase::Finished(FinishReason::EndToken);
+        } else if self.request.limits.stop_tokens.contains(&token) {
+            self.phase = Phase::Finished(FinishReason::StopToken(token));
+        } else if self.tokens.len() >= self.limit {
+            self.phase = Phase::Finished(FinishReason::Length);
         }
-        true
     }
 
     /// How many drafts the next step can use: with the token of its own it must not exceed the limit.
@@ -189,8 +134,17 @@ impl Sequence {
         matches!(self.phase, Phase::Finished(_))
     }
 
-    pub(crate) fn into_output(self, finish: Finish) -> Output {
-        Output { tokens: self.output().to_vec(), finish, prompt_tokens: self.request.prompt.len(), drafts: self.counts }
+    /// Features of the `ordinal`-th placeholder, `[hidden]`.
+    pub(crate) fn feature(&self, ordinal: usize, hidden: usize) -> Option<&[f32]> {
+        let mut row = ordinal;
+        for features in &self.features {
+            let rows = features.len() / hidden;
+            if row < rows {
+                return Some(&features[row * hidden..(row + 1) * hidden]);
+            }
+            row -= rows;
+        }
+        None
     }
 }
 

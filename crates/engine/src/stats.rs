@@ -40,6 +40,72 @@ impl DraftCounts {
     }
 }
 
+/// Counters since loading.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counters {
+    /// Prompt tokens looked up in the prefix cache.
+    pub prefix_queries: u64,
+    /// Prompt tokens taken from it.
+    pub prefix_hits: u64,
+    /// Prompts without any hit, by reason.
+    pub prefix_misses: Vec<(String, u64)>,
+    /// Images and clips looked up in the cache of features.
+    pub media_queries: u64,
+    /// Images and clips found in it.
+    pub media_hits: u64,
+    /// Sequences that gave up their pages for others.
+    pub preemptions: u64,
+    /// Requests that ended by a fault of their own rows.
+    pub failed: u64,
+    /// Steps by rows: for each bound of [`Counters::STEP_BOUNDS`], then above all.
+    pub steps: [u64; 16],
+    /// Rows over all steps.
+    pub step_rows: u64,
+    /// Drafts.
+    pub drafts: DraftCounts,
+    /// Tokens a page.
+    pub page_tokens: u64,
+    /// Pages of the cache.
+    pub pages: u64,
+}
+
+impl Counters {
+    /// Upper bounds of the buckets of [`Counters::steps`].
+    pub const STEP_BOUNDS: [u64; 15] = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384];
+
+    /// Counts a step of so many rows.
+    pub(crate) fn step(&mut self, rows: usize) {
+        let rows = rows as u64;
+        self.steps[Self::STEP_BOUNDS.partition_point(|&bound| bound < rows)] += 1;
+        self.step_rows += rows;
+    }
+}
+
+/// A look at an engine between two steps.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Snapshot {
+    /// Running sequences.
+    pub running: usize,
+    /// Requests that wait for a slot or pages.
+    pub waiting_capacity: usize,
+    /// Requests held back by policy.
+    pub waiting_deferred: usize,
+    /// Share of the pages in use by running sequences, 0 to 1.
+    pub page_use: f64,
+    /// Tokens of prompts still to be computed, waiting ones included.
+    pub backlog_tokens: u64,
+    /// Prompt tokens computed a second, lately; 0 before any.
+    pub prefill_rate: f64,
+    /// Tokens generated so far.
+    pub generated_tokens: u64,
+    /// Why the engine has ended, if it has.
+    pub dead: Option<String>,
+    /// Whether work is pending and no step has finished for too long.
+    pub stuck: bool,
+    /// Counters since loading.
+    pub counters: Counters,
+}
+
 /// Work and time. The time of a step that mixes prompt rows and decoding rows is shared by rows.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Stats {
@@ -96,6 +162,16 @@ mod tests {
         assert!((counts.rate(1).unwrap() - 1.0 / 3.0).abs() < 1e-12);
         assert_eq!(counts.rate(2), None);
         assert!((counts.mean_length() - 2.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn steps_fall_into_the_bucket_of_their_bound() {
+        let mut counters = Counters::default();
+        for rows in [1, 2, 3, 4, 5, 16_384, 16_385] {
+            counters.step(rows);
+        }
+        assert_eq!((counters.steps[..4].to_vec(), counters.steps[14..].to_vec()), (vec![1, 1, 2, 1], vec![1, 1]));
+        assert_eq!(counters.step_rows, 15 + 16_384 + 16_385);
     }
 
     #[test]

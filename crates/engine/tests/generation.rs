@@ -1,12 +1,13 @@
 //! Generation on the micro model: goldens, speculation against plain decoding, batches against single runs, pools.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{
-    DraftSampling, EngineError, Finish, Flow, Generator, IndexSharing, Output, Request, SamplingParams, SequenceId,
-    Settings, TokenEvent,
+    DraftSampling, EngineError, FinishReason, Flow, Generator, IndexSharing, Output, Request, Sampling, SequenceId,
+    Settings,
+    request::{Collector, Media},
 };
 use glimmer_model::vision::{DecodeLimits, Processors, RgbImage};
 use glimmer_tensor::cpu::Cpu;
@@ -54,32 +55,26 @@ fn prompts(count: usize) -> Vec<Vec<u32>> {
         .collect()
 }
 
-fn ignoring_stops(prompt: Vec<u32>, max_tokens: usize) -> Request {
-    Request { ignore_eos: true, ..Request::new(prompt, max_tokens) }
+fn ignoring_stops(prompt: Vec<u32>, max_tokens: u32) -> Request {
+    Request::new(prompt, max_tokens).ignoring_eos()
 }
 
 /// Runs all requests, each submitted when so many steps have been made, and checks the order of events.
 fn run(generator: &mut Generator<Cpu>, mut requests: Vec<(usize, Request)>) -> Vec<Output> {
     requests.reverse();
     let mut order = Vec::new();
-    let mut streamed: BTreeMap<SequenceId, Vec<u32>> = BTreeMap::new();
+    let mut streams: BTreeMap<SequenceId, Collector> = BTreeMap::new();
     let mut outputs: BTreeMap<SequenceId, Output> = BTreeMap::new();
     for step in 0.. {
         while requests.last().is_some_and(|(when, _)| *when <= step) {
             order.push(generator.submit(requests.pop().unwrap().1).unwrap());
         }
         let busy = generator
-            .step(&mut |event| {
-                match event {
-                    TokenEvent::Token { sequence, token, index } => {
-                        assert!(!outputs.contains_key(sequence), "nothing follows the end");
-                        let tokens = streamed.entry(*sequence).or_default();
-                        assert_eq!(tokens.len(), *index);
-                        tokens.push(*token);
-                    }
-                    TokenEvent::Finished { sequence, output } => {
-                        assert!(outputs.insert(*sequence, output.clone()).is_none());
-                    }
+            .step(&mut |sequence, event| {
+                assert!(!outputs.contains_key(&sequence), "nothing follows the end");
+                assert!(!event.tokens.is_empty() || event.finish.is_some(), "no event without news");
+                if let Some(output) = streams.entry(sequence).or_default().take(event) {
+                    outputs.insert(sequence, output);
                 }
                 Flow::Continue
             })
@@ -87,9 +82,6 @@ fn run(generator: &mut Generator<Cpu>, mut requests: Vec<(usize, Request)>) -> V
         if !busy && requests.is_empty() {
             break;
         }
-    }
-    for (id, output) in &outputs {
-        assert_eq!(streamed.get(id).cloned().unwrap_or_default(), output.tokens, "events and result agree");
     }
     assert_eq!(generator.pools().free(), generator.pools().all(), "every slot and page is back");
     order.iter().map(|id| outputs.remove(id).unwrap()).collect()
@@ -107,7 +99,7 @@ fn greedy_continuations_equal_the_goldens_at_every_depth() {
             let (prompt, continuation) = golden(name);
             let output = generator.generate(ignoring_stops(prompt.clone(), 64), &mut |_| Flow::Continue).unwrap();
             assert_eq!(output.tokens, continuation, "{name} at depth {depth}");
-            assert_eq!(output.finish, Finish::Length);
+            assert_eq!(output.finish, FinishReason::Length);
             if prompt.len() > 200 {
                 continue;
             }
@@ -116,7 +108,7 @@ fn greedy_continuations_equal_the_goldens_at_every_depth() {
             let end = continuation.iter().position(|t| stops.contains(t)).unwrap();
             let output = generator.generate(Request::new(prompt, 64), &mut |_| Flow::Continue).unwrap();
             assert_eq!(output.tokens, continuation[..end], "{name} at depth {depth}");
-            assert_eq!(output.finish, Finish::StopToken(continuation[end]));
+            assert_eq!(output.finish, FinishReason::EndToken);
         }
         assert_eq!(generator.pools().free(), generator.pools().all());
         assert_eq!(generator.stats().drafts.drafted.len(), depth);
@@ -135,14 +127,19 @@ fn an_image_prompt_equals_the_golden() {
     for depth in [0, 2] {
         // A step of 8 rows cuts the picture into several chunks.
         let mut generator = generator(&Settings { rows: 8, ..settings(1, depth) });
-        let features = generator.features(&patches).unwrap();
-        let request = Request { features: features.clone(), ..ignoring_stops(prompt.clone(), 64) };
-        let output = generator.generate(request, &mut |_| Flow::Continue).unwrap();
-        assert_eq!(output.tokens, continuation, "depth {depth}");
+        let media = generator.media(&prompt, vec![patches.clone()]).unwrap();
+        let with = |media: Arc<[Media]>| Request { media, ..ignoring_stops(prompt.clone(), 64) };
+        for round in 0..2u64 {
+            let output = generator.generate(with(media.clone()), &mut |_| Flow::Continue).unwrap();
+            assert_eq!(output.tokens, continuation, "depth {depth}");
+            assert_eq!(generator.media_lookups(), (round + 1, round), "the tower sees a picture once");
+        }
 
-        let short = Request { features: features[..256].to_vec(), ..Request::new(prompt.clone(), 4) };
-        let error = generator.submit(short).unwrap_err();
-        assert!(matches!(error, EngineError::ImageTokens { placeholders: 24, features: 1 }), "{error}");
+        let twice = generator.media(&prompt, vec![patches.clone(); 2]).unwrap_err();
+        assert!(matches!(twice, EngineError::ImageTokens { placeholders: 24, features: 48 }), "{twice}");
+        let moved = Media { start: media[0].start + 1, ..media[0].clone() };
+        let error = generator.submit(with([moved].into())).unwrap_err();
+        assert!(error.to_string().contains("media.start"), "{error}");
         let none = generator.submit(Request::new(prompt.clone(), 4)).unwrap_err();
         assert!(matches!(none, EngineError::ImageTokens { placeholders: 24, features: 0 }), "{none}");
     }
@@ -151,7 +148,7 @@ fn an_image_prompt_equals_the_golden() {
 #[test]
 fn speculation_and_batches_change_no_greedy_token() {
     let prompts = prompts(24);
-    let lengths: Vec<usize> = (0..prompts.len()).map(|i| 6 + (i * 11) % 30).collect();
+    let lengths: Vec<u32> = (0..prompts.len() as u32).map(|i| 6 + (i * 11) % 30).collect();
     let request = |i: usize| ignoring_stops(prompts[i].clone(), lengths[i]);
     let mut alone = generator(&settings(1, 0));
     let plain: Vec<Output> =
@@ -181,8 +178,8 @@ fn drafts_behind_the_end_are_not_counted() {
     for name in ["short_think", "short_direct", "tool_think"] {
         let (prompt, _) = golden(name);
         let output = generator.generate(Request::new(prompt, 64), &mut |_| Flow::Continue).unwrap();
-        assert!(matches!(output.finish, Finish::StopToken(_)));
-        assert_eq!(output.drafts.drafted, output.drafts.accepted, "{name}: every judged draft is right");
+        assert!(output.finish == FinishReason::EndToken);
+        assert_eq!(output.cost.drafted, output.cost.accepted, "{name}: every judged draft is right");
     }
 }
 
@@ -199,26 +196,26 @@ fn rejected_drafts_leave_no_trace() {
     };
     let media: Vec<u32> = (500..512).collect();
     // Prompts around pool and page boundaries; sampled ones among greedy ones; a depth of their own for some.
-    let request = |i: u32, depth: usize| {
+    let request = |i: u32, depth: u32| {
         let length = [1, 3, 4, 15, 16, 17, 60, 63, 64, 65, 100][i as usize % 11];
         let prompt =
             (0..length).map(|t| (t * 31 + i * 17 + t * t) % vocab).map(|t| if media.contains(&t) { 1 } else { t });
         let temperature = if i.is_multiple_of(2) { 0.0 } else { 0.7 };
-        let sampling = SamplingParams { temperature, min_p: 0.02, seed: u64::from(i), ..SamplingParams::default() };
+        let sampling = Sampling { temperature, min_p: 0.02, seed: Some(i64::from(i)), ..Sampling::default() };
         let bias = media.iter().map(|&t| (t, -100.0)).collect();
-        let sampling = SamplingParams { logit_bias: bias, ..sampling };
+        let sampling = Sampling { logit_bias: bias, ..sampling };
         let own = (i % 5 == 4).then_some(depth / 2);
         Request { sampling, depth: own, ..ignoring_stops(prompt.collect(), 24) }
     };
     let mut alone = load(1, 0, IndexSharing::Auto);
     let plain: Vec<Output> = (0..22).map(|i| alone.generate(request(i, 0), &mut |_| Flow::Continue).unwrap()).collect();
     for (depth, sharing) in [(1, IndexSharing::Auto), (3, IndexSharing::Auto), (2, IndexSharing::Off)] {
-        let mut batch = load(6, depth, sharing);
+        let mut batch = load(6, depth as usize, sharing);
         let outputs = run(&mut batch, (0..22).map(|i| (i as usize, request(i, depth))).collect());
         assert_eq!(tokens(&outputs), tokens(&plain), "depth {depth}, sharing {sharing:?}");
         let counts = &batch.stats().drafts;
         assert!(counts.rate(0).unwrap() < 0.5, "drafts are mostly rejected here: {counts:?}");
-        let summed: u64 = outputs.iter().map(|o| o.drafts.steps()).sum();
+        let summed: u64 = outputs.iter().map(|o| u64::from(o.cost.draft_steps)).sum();
         assert_eq!(summed, counts.steps(), "sequences count what the generator counts");
     }
 }
@@ -227,14 +224,14 @@ fn rejected_drafts_leave_no_trace() {
 fn a_seed_gives_the_same_tokens_in_any_batch_and_at_any_depth() {
     let prompts = prompts(12);
     let request = |i: usize| {
-        let sampling = SamplingParams {
+        let sampling = Sampling {
             temperature: 1.2,
             top_p: 0.95,
-            top_k: 40,
+            top_k: Some(40),
             repetition_penalty: 1.1,
             presence_penalty: 0.2,
-            seed: 77 + i as u64,
-            ..SamplingParams::default()
+            seed: Some(77 + i as i64),
+            ..Sampling::default()
         };
         Request { sampling, ..ignoring_stops(prompts[i].clone(), 20) }
     };
@@ -269,16 +266,20 @@ fn stop_rules() {
     // A stop token of the request, inside what speculation accepts at once.
     let stop = continuation[5];
     let at = continuation.iter().position(|&t| t == stop).unwrap();
-    let output = go(Request { stop_tokens: vec![stop], ..ignoring_stops(prompt.clone(), 64) });
-    assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..at], Finish::StopToken(stop)));
+    let mut stopping = ignoring_stops(prompt.clone(), 64);
+    stopping.limits.stop_tokens = vec![stop];
+    let output = go(stopping);
+    assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..at], FinishReason::StopToken(stop)));
     // Fewer tokens than a step of drafts yields.
     for max in 1..=4 {
         let output = go(ignoring_stops(prompt.clone(), max));
-        assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..max], Finish::Length));
+        assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..max as usize], FinishReason::Length));
     }
     // min_tokens: no stop token before, at any row.
     let (direct, answer) = golden("short_direct");
-    let output = go(Request { min_tokens: 20, ..Request::new(direct, 40) });
+    let mut patient = Request::new(direct, 40);
+    patient.limits.min_tokens = 20;
+    let output = go(patient);
     assert!(output.tokens.len() >= 20, "{}", output.tokens.len());
     assert_eq!(output.tokens[..7], answer[..7]);
     // The consumer ends the sequence at the third token.
@@ -289,7 +290,7 @@ fn stop_rules() {
             if seen == 3 { Flow::Stop } else { Flow::Continue }
         })
         .unwrap();
-    assert_eq!((output.tokens.as_slice(), output.finish, seen), (&continuation[..3], Finish::Consumer, 3));
+    assert_eq!((output.tokens.as_slice(), output.finish, seen), (&continuation[..3], FinishReason::Abort, 3));
     assert_eq!(generator.pools().free(), generator.pools().all());
 }
 
@@ -299,7 +300,7 @@ fn the_context_ends_a_sequence() {
     for depth in [0, 3] {
         let mut generator = generator(&Settings { context: Some(32), pages: None, ..settings(1, depth) });
         let output = generator.generate(ignoring_stops(prompt.clone(), 500), &mut |_| Flow::Continue).unwrap();
-        assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..12], Finish::Length));
+        assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..12], FinishReason::Length));
     }
 }
 
@@ -307,20 +308,16 @@ fn the_context_ends_a_sequence() {
 fn bad_requests_are_refused_with_the_reason() {
     let mut generator = generator(&Settings { context: Some(64), ..settings(1, 1) });
     let fails = |generator: &mut Generator<Cpu>, request: Request| generator.submit(request).unwrap_err().to_string();
+    let mut contradicting = Request::new(vec![1], 4);
+    contradicting.limits.min_tokens = 5;
     for (request, part) in [
         (Request::new(Vec::new(), 4), "at least one token"),
         (Request::new(vec![5; 64], 4), "64 tokens, but the context holds 64"),
         (Request::new(vec![1, REAL_VOCAB as u32], 4), "token 1 is 3235, but ids end at 3234"),
         (Request::new(vec![1], 0), "max_tokens"),
-        (Request { min_tokens: 5, ..Request::new(vec![1], 4) }, "min_tokens"),
+        (contradicting, "min_tokens"),
         (Request { depth: Some(2), ..Request::new(vec![1], 4) }, "depth"),
-        (
-            Request {
-                sampling: SamplingParams { top_p: 2.0, ..SamplingParams::default() },
-                ..Request::new(vec![1], 4)
-            },
-            "top_p",
-        ),
+        (Request { sampling: Sampling { top_p: 2.0, ..Sampling::default() }, ..Request::new(vec![1], 4) }, "top_p"),
     ] {
         let error = fails(&mut generator, request);
         assert!(error.contains(part), "{error}");
@@ -353,18 +350,16 @@ fn waiting_sequences_start_when_pages_come_back_and_aborts_free_them() {
     let first = generator.submit(long.clone()).unwrap();
     let second = generator.submit(long).unwrap();
     let third = generator.submit(ignoring_stops(prompt, 8)).unwrap();
-    generator.step(&mut |_| Flow::Continue).unwrap();
+    generator.step(&mut |_, _| Flow::Continue).unwrap();
     assert_eq!(generator.unfinished(), (2, 1), "one runs, two wait");
-    assert_eq!(generator.abort(first).unwrap().finish, Finish::Aborted);
-    assert_eq!(generator.abort(second).unwrap().tokens, Vec::<u32>::new());
+    assert_eq!(generator.abort(first).unwrap().reason, FinishReason::Abort);
+    assert_eq!(generator.abort(second).unwrap().reason, FinishReason::Abort);
     assert!(generator.abort(second).is_none());
     assert_eq!(generator.pools().free(), generator.pools().all());
-    let mut result = None;
+    let (mut collector, mut result) = (Collector::default(), None);
     generator
-        .run(&mut |event| {
-            if let TokenEvent::Finished { sequence, output } = event {
-                result = Some((*sequence, output.tokens.clone()));
-            }
+        .run(&mut |sequence, event| {
+            result = collector.take(event).map(|output| (sequence, output.tokens));
             Flow::Continue
         })
         .unwrap();

@@ -106,6 +106,8 @@ fn read(map: &Map<String, Value>, app: &App, request_id: Option<&str>) -> Result
             structure: common.structure.clone(),
             thinking_budget: None,
             starts_in_reasoning: false,
+            turn_start: None,
+            depth: None,
         };
         requests.extend(children(template, common.n));
     }

@@ -1,13 +1,14 @@
 //! From a conversation to the engine's prompt: template, tokens, pictures.
 //!
-//! Pictures are decoded here only to be refused here: a broken file is the client's error, and how many tokens a picture
-//! takes has to be known before the prompt exists. The engine gets the file again, with the place of its tokens.
+//! Pictures are decoded and cut into patches here: a broken file is the client's error, how many tokens a picture takes has
+//! to be known before the prompt exists, and the engine's thread has better things to do. The engine gets the patches with
+//! the place of their tokens.
 
 use std::sync::Arc;
 
 use glimmer_engine::request::{Media, MediaKind};
 use glimmer_model::vision::image::Animation;
-use glimmer_model::vision::{Clip, DecodeLimits, Processor, RgbImage, Sampler, video};
+use glimmer_model::vision::{Clip, DecodeLimits, Patches, RgbImage, Sampler, video};
 use glimmer_text::{ChatInput, DataUrl, MediaSource, Message, Part, VideoFrame};
 use sha2::{Digest as _, Sha256};
 
@@ -27,6 +28,7 @@ pub struct Prepared {
 struct Item {
     kind: MediaKind,
     bytes: Arc<[u8]>,
+    patches: Arc<Patches>,
     /// Placeholders of a picture, or of each frame pair.
     runs: Vec<usize>,
     captions: Vec<String>,
@@ -74,6 +76,7 @@ fn place(app: &App, items: Vec<Item>, ids: &[u32]) -> Result<Vec<Media>, ApiErro
             kind: item.kind,
             digest: Sha256::digest(&item.bytes).into(),
             bytes: item.bytes,
+            patches: item.patches,
             start: start.unwrap_or(at),
             tokens: item.runs.iter().sum(),
         });
@@ -111,27 +114,19 @@ fn image(app: &App, source: &MediaSource, path: &str) -> Result<Item, ApiError> 
     let bytes = load(source, path)?;
     let processor = &processors(app, path)?.image;
     let picture = RgbImage::decode(&bytes, DecodeLimits::default()).map_err(|error| unusable(path, &error))?;
-    let tokens = tokens(processor, picture.height(), picture.width(), processor.temporal_patch_size);
-    Ok(Item { kind: MediaKind::Image, bytes, runs: vec![tokens], captions: Vec::new() })
+    let patches = Arc::new(processor.image(&picture));
+    Ok(Item { kind: MediaKind::Image, bytes, runs: vec![patches.tokens()], patches, captions: Vec::new() })
 }
 
 fn clip(app: &App, source: &MediaSource, path: &str) -> Result<Item, ApiError> {
     let bytes = load(source, path)?;
     let processor = &processors(app, path)?.video;
     let animation = Animation::decode(&bytes, DecodeLimits::default()).map_err(|error| unusable(path, &error))?;
-    let (height, width) = animation.frames.first().map_or((1, 1), |frame| (frame.height(), frame.width()));
     let clip = Clip::from_animation(animation).map_err(|error| unusable(path, &error))?;
-    let sampled = clip.sample(processor, Sampler::V);
-    let each = tokens(processor, height, width, sampled.indices.len());
+    let (patches, sampled) = clip.patches(processor, Sampler::V).map_err(|error| unusable(path, &error))?;
     let captions: Vec<String> = sampled.pair_seconds.iter().map(|&s| video::caption(s, Sampler::V)).collect();
-    Ok(Item { kind: MediaKind::Video, bytes, runs: vec![each; captions.len()], captions })
-}
-
-/// Tokens of a picture, or of one frame pair.
-fn tokens(processor: &Processor, height: usize, width: usize, frames: usize) -> usize {
-    let canvas = processor.canvas(height, width, frames);
-    let side = processor.patch_size * processor.merge_size;
-    (canvas.height / side) * (canvas.width / side)
+    let runs = vec![patches.frame_tokens(); captions.len()];
+    Ok(Item { kind: MediaKind::Video, bytes, patches: Arc::new(patches), runs, captions })
 }
 
 fn processors<'a>(app: &'a App, path: &str) -> Result<&'a glimmer_model::vision::Processors, ApiError> {

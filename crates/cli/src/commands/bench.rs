@@ -68,10 +68,10 @@ pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<Exi
             generator.reset_stats();
             for s in 0..sequences {
                 let token = |t: usize| u32::try_from((t * 7919 + s * 104_729 + round) % (vocabulary / 2)).unwrap_or(0);
-                let request = Request { ignore_eos: true, ..Request::new((0..prompt).map(token).collect(), new) };
-                generator.submit(request)?;
+                let ids: Vec<u32> = (0..prompt).map(token).collect();
+                generator.submit(Request::new(ids, args.tokens).ignoring_eos())?;
             }
-            generator.run(&mut |_| Flow::Continue)?;
+            generator.run(&mut |_, _| Flow::Continue)?;
         }
         let stats = generator.stats();
         writeln!(

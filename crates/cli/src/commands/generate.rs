@@ -31,11 +31,11 @@ pub(crate) fn run(args: &GenerateArgs, threads: usize) -> anyhow::Result<ExitCod
         messages.push(user_message(&text, images.len()));
         session.chat_request(&messages, &tools, &images)?
     };
-    request.ignore_eos = args.ignore_eos;
+    request.limits.ignore_eos = args.ignore_eos;
     if args.ignore_eos {
-        request.stop_tokens.clear();
+        request.limits.stop_tokens.clear();
     }
-    request.stop_tokens.extend(&args.stop_token);
+    request.limits.stop_tokens.extend(&args.stop_token);
     let answered = session.answer(request, &tools, args.json)?;
     if args.json {
         let answer = &answered.answer;
@@ -50,7 +50,7 @@ pub(crate) fn run(args: &GenerateArgs, threads: usize) -> anyhow::Result<ExitCod
             "tool_calls": calls,
             "finish": format!("{:?}", answered.output.finish),
             "tokens": answered.output.tokens,
-            "prompt_tokens": answered.output.prompt_tokens,
+            "prompt_tokens": answered.prompt_tokens,
         });
         writeln!(anstream::stdout(), "{object:#}")?;
     }

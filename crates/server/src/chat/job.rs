@@ -143,6 +143,8 @@ impl Job {
             structure,
             thinking_budget: self.thinking_budget,
             starts_in_reasoning: start == Start::Reasoning,
+            turn_start: None,
+            depth: None,
         };
         let plan = Plan {
             id,
