@@ -69,9 +69,9 @@ pub struct View {
 /// All sequences that have not ended.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Views<'a> {
-    /// Those that hold a slot. Cheapest in order of admission.
+    /// Those that hold a slot, in any order.
     pub running: &'a [View],
-    /// Those that do not. Cheapest in the order in which [`schedule`] serves them.
+    /// Those that do not, in any order.
     pub waiting: &'a [View],
 }
 

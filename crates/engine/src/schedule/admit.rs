@@ -5,41 +5,37 @@
 //! is waived when nothing runs: whatever fits the empty caches is admitted then, and what does not is refused, since nothing
 //! would ever free more.
 
+use std::{cmp::Reverse, collections::BinaryHeap};
+
 use super::{
-    Refusal, need,
-    step::{Lane, Pass, Prompt, by_priority, queue_rank},
+    Refusal, View, need,
+    step::{Lane, Pass, Prompt, queue_rank},
 };
 use crate::pools::Need;
 
 impl Pass<'_> {
-    /// The waiting long prompt that may start now: the first by [`Pass::long_key`] when its lane has room, or when it is so
+    /// The waiting long prompt that may start now: the first by [`Pass::long_rank`] when its lane has room, or when it is so
     /// short that it goes before those that run.
     pub(super) fn best_waiting_long(&self, quantum: usize) -> Option<usize> {
+        let rank = |view: &View| self.long_rank(view, view.known.saturating_sub(view.cached));
         let long = self.waiting.iter().enumerate().filter(|(_, view)| view.lane(self.policy) == Lane::Long);
-        let key = |left: usize, view| self.long_key(view, left);
-        let left = |view: &super::View| view.known.saturating_sub(view.cached);
-        let (best, view) = long.min_by(|(_, a), (_, b)| {
-            let keys = key(left(a), a).total_cmp(&key(left(b), b));
-            by_priority(self.policy, a, b).then(keys).then_with(|| queue_rank(self.policy, a, b))
-        })?;
+        let (rank, best) = long.map(|(index, view)| (rank(view), index)).min()?;
         let lane = self.policy.long_prefills.max(1);
-        let mut running: Vec<&Prompt<'_>> = self.prompts.iter().filter(|prompt| prompt.lane == Lane::Long).collect();
-        running.sort_by(|a, b| self.long_order(a, b));
+        let running = self.prompts.iter().filter(|prompt| prompt.lane == Lane::Long);
+        let mut running: Vec<_> = running.map(|p| (self.long_rank(p.view, p.left()), p.left())).collect();
+        running.sort_unstable();
         // Those that can end in this step make room already, or their last chunk would leave rows unused.
         let mut rows = quantum;
-        let staying = running.iter().filter(|prompt| {
-            let ends = prompt.left() <= rows;
-            rows -= if ends { prompt.left() } else { 0 };
+        let staying = running.iter().filter(|(_, left)| {
+            let ends = *left <= rows;
+            rows -= if ends { *left } else { 0 };
             !ends
         });
         if staying.count() < lane {
             return Some(best);
         }
-        let first = running.first()?;
-        let ahead = by_priority(self.policy, view, first.view)
-            .then(key(left(view), view).total_cmp(&key(first.left(), first.view)))
-            .is_lt();
-        (ahead && running.len() < 2 * lane).then_some(best)
+        let overtakes = running.first().is_some_and(|(first, _)| (rank.0, rank.1) < (first.0, first.1));
+        (overtakes && running.len() < 2 * lane).then_some(best)
     }
 
     /// Admits from the queue: short prompts get their rows of `short` here, the long one later of `share`.
@@ -56,32 +52,29 @@ impl Pass<'_> {
             self.decision.waiting.slots = self.waiting.len();
             return;
         }
-        let mut queue: Vec<usize> = (0..self.waiting.len()).collect();
-        queue.sort_by(|&a, &b| queue_rank(self.policy, &self.waiting[a], &self.waiting[b]));
-        let all = Need { slots: self.resources.sequences, pages: self.resources.all_pages };
         let spoken: usize =
             self.prompts.iter().map(|prompt| need(prompt.view.known).pages.saturating_sub(prompt.pages)).sum();
         let mut headroom = self.pages.saturating_sub(spoken);
         let reserve = (self.policy.watermark * self.resources.all_pages as f64).ceil() as usize;
-        let mut short_is_full = false;
-        for (place, &index) in queue.iter().enumerate() {
+        // A heap, since most of a long queue is not even looked at in order.
+        let queue = self.waiting.iter().enumerate().map(|(i, view)| Reverse((queue_rank(self.policy, view), i)));
+        let mut queue: BinaryHeap<_> = queue.collect();
+        let (mut short_is_open, mut long_is_open) = (true, best.is_some());
+        while let Some(Reverse((_, index))) = queue.pop() {
             let view = &self.waiting[index];
-            let most = need(view.max_len.max(view.known));
-            if most.slots > all.slots || most.pages > all.pages {
-                self.decision.refuse.push((view.id, Refusal::Never { need: most, all }));
+            if self.refuses(view) {
                 continue;
             }
             let alone = self.alive() == 0;
-            let whole = need(view.known);
-            let own = whole.pages.saturating_sub(view.shared);
-            let behind = queue.len() - place;
+            let own = need(view.known).pages.saturating_sub(view.shared);
             if !self.has_slot() || own + if alone { 0 } else { reserve } > headroom {
                 if alone {
                     let free = Need { slots: self.slots, pages: self.pages };
-                    self.decision.refuse.push((view.id, Refusal::Stuck { need: whole, free }));
+                    self.decision.refuse.push((view.id, Refusal::Stuck { need: need(view.known), free }));
                     continue;
                 }
                 // The first that does not fit holds up all behind it, or large requests would wait for ever.
+                let behind = queue.len() + 1;
                 if self.has_slot() {
                     self.decision.waiting.pages += behind;
                 } else {
@@ -90,12 +83,9 @@ impl Pass<'_> {
                 return;
             }
             let lane = view.lane(self.policy);
-            if lane == Lane::Long && best != Some(index) {
-                self.decision.waiting.lane += 1;
-                continue;
-            }
-            if lane == Lane::Short && short_is_full {
-                self.decision.waiting.rows += 1;
+            let open = if lane == Lane::Short { short_is_open } else { best == Some(index) };
+            if !open {
+                self.passes(lane);
                 continue;
             }
             let computed = view.cached.min(view.known.saturating_sub(1));
@@ -115,20 +105,50 @@ impl Pass<'_> {
                     self.prompts[number].chunk(rows, self.logits, self.pages, anywhere) > 0
                 }
             };
-            if !starts {
+            if starts {
+                self.slots -= 1;
+                headroom -= own;
+                self.decision.admit.push(view.id);
+            } else {
                 self.prompts.pop();
                 self.pages += taken;
                 self.decision.waiting.rows += 1;
-                short_is_full |= lane == Lane::Short;
-                continue;
+                short_is_open &= lane == Lane::Long;
             }
-            self.slots -= 1;
-            headroom -= own;
-            self.decision.admit.push(view.id);
+            long_is_open &= lane == Lane::Short;
+            if !short_is_open && !long_is_open {
+                for Reverse((_, index)) in queue {
+                    let view = &self.waiting[index];
+                    if !self.refuses(view) {
+                        self.passes(view.lane(self.policy));
+                    }
+                }
+                return;
+            }
         }
     }
 
-    fn has_slot(&self) -> bool {
+    /// Refuses what needs more than there is in all.
+    fn refuses(&mut self, view: &View) -> bool {
+        let all = Need { slots: self.resources.sequences, pages: self.resources.all_pages };
+        let need = need(view.max_len.max(view.known));
+        let never = need.slots > all.slots || need.pages > all.pages;
+        if never {
+            self.decision.refuse.push((view.id, Refusal::Never { need, all }));
+        }
+        never
+    }
+
+    /// Leaves one in the queue because its lane is full.
+    fn passes(&mut self, lane: Lane) {
+        match lane {
+            Lane::Short => self.decision.waiting.rows += 1,
+            Lane::Long => self.decision.waiting.lane += 1,
+        }
+    }
+
+    /// Another sequence may run.
+    pub(super) fn has_slot(&self) -> bool {
         self.slots > 0 && self.alive() < self.resources.sequences
     }
 }

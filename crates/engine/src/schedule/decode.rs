@@ -9,8 +9,8 @@ use std::cmp::Reverse;
 use glimmer_tensor::PAGE_TOKENS;
 
 use super::{
-    Order, View, Work, need,
-    step::{Pass, rank},
+    View, Work, need,
+    step::{Pass, importance, rank},
 };
 
 impl Pass<'_> {
@@ -31,8 +31,10 @@ impl Pass<'_> {
         }
         self.rows -= served.len();
         self.logits -= served.len();
-        // Prompts keep a page's rows and a logit, so that drafts cannot hold them up.
-        let pending = served.len() + self.decision.preempt.len() < self.running.len() || !self.waiting.is_empty();
+        // Prompts that may advance keep a page's rows and a logit, so that drafts cannot hold them up.
+        let prefilling = self.running.len() - self.decision.preempt.len() > served.len();
+        let joining = !self.waiting.is_empty() && self.has_slot();
+        let pending = (prefilling || joining) && self.is_prompt_step(served.len());
         let mut rows = self.rows.saturating_sub(if pending { PAGE_TOKENS } else { 0 });
         let mut logits = self.logits.saturating_sub(usize::from(pending));
         for index in served {
@@ -65,17 +67,15 @@ impl Pass<'_> {
     fn victim(&self, index: usize) -> Option<usize> {
         let (policy, running) = (self.policy, self.running);
         let asking = &running[index];
-        let importance = |view: &View| match policy.order {
-            Order::Fcfs => 0,
-            Order::Priority => view.priority,
-        };
         let yields = |view: &View| {
             let half_done = !view.decoding && view.computed.saturating_mul(2) > view.known;
-            view.returns() > 0 && rank(policy, view, asking).is_gt() && !(half_done && asking.arrival > view.arrival)
+            view.returns() > 0
+                && rank(policy, view) > rank(policy, asking)
+                && !(half_done && asking.arrival > view.arrival)
         };
         // The order is ascending, so the last of equals came last.
         let candidates = self.order.iter().copied().filter(|&i| !self.gone[i] && yields(&running[i]));
-        candidates.max_by_key(|&i| (importance(&running[i]), Reverse(running[i].computed)))
+        candidates.max_by_key(|&i| (importance(policy, &running[i]), Reverse(running[i].computed)))
     }
 
     /// The last resort when prompts hold all pages and none of them can go on: the first in order takes what it needs.

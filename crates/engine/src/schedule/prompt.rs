@@ -1,12 +1,10 @@
 //! How many prompt rows a step takes, and who gets them.
 
-use std::cmp::Ordering;
-
 use glimmer_tensor::PAGE_TOKENS;
 
 use super::{
-    View,
-    step::{Lane, Pass, Prompt, by_priority},
+    SequenceId, View,
+    step::{Lane, Pass, Prompt, ascending, importance},
 };
 
 /// How much a long prompt gains on shorter ones while it waits, as a share of what could be computed meanwhile. A prompt is
@@ -52,7 +50,7 @@ impl Pass<'_> {
     /// The first in the lane share what is left evenly; what they cannot use goes down the line.
     fn grow_long(&mut self, left: &mut usize, anywhere: bool) {
         let mut line: Vec<usize> = (0..self.prompts.len()).filter(|&i| self.prompts[i].lane == Lane::Long).collect();
-        line.sort_by(|&a, &b| self.long_order(&self.prompts[a], &self.prompts[b]));
+        line.sort_by_cached_key(|&i| self.long_rank(self.prompts[i].view, self.prompts[i].left()));
         let cap = self.long_cap();
         let abreast = self.policy.long_prefills.clamp(1, line.len().max(1));
         let even = (*left / abreast).max(PAGE_TOKENS);
@@ -64,13 +62,18 @@ impl Pass<'_> {
         }
     }
 
+    /// Whether prompts are admitted and advance in this step, with so many sequences decoding.
+    pub(super) fn is_prompt_step(&self, decoding: usize) -> bool {
+        decoding == 0 || self.resources.step.is_multiple_of(self.policy.interval.max(1))
+    }
+
     /// Prompt rows of this step.
     fn quantum(&self) -> usize {
         let decoding: usize = self.decision.work.iter().map(|work| work.rows).sum();
         if decoding == 0 {
             return self.rows;
         }
-        if !self.resources.step.is_multiple_of(self.policy.interval.max(1)) {
+        if !self.is_prompt_step(decoding) {
             return 0;
         }
         let Some(target) = self.policy.itl_target else { return self.rows };
@@ -95,13 +98,13 @@ impl Pass<'_> {
     }
 
     /// Smaller is earlier: the tokens left, less what waiting is worth.
-    pub(super) fn long_key(&self, view: &View, left: usize) -> f64 {
+    fn long_key(&self, view: &View, left: usize) -> f64 {
         let age = (self.now - view.arrival).max(0.0);
         left as f64 - age * AGEING * self.rates.prefill_rate().unwrap_or(0.0)
     }
 
-    pub(super) fn long_order(&self, a: &Prompt<'_>, b: &Prompt<'_>) -> Ordering {
-        let key = |prompt: &Prompt<'_>| self.long_key(prompt.view, prompt.left());
-        by_priority(self.policy, a.view, b.view).then(key(a).total_cmp(&key(b))).then(a.view.id.cmp(&b.view.id))
+    /// Order of the long lane, smallest first.
+    pub(super) fn long_rank(&self, view: &View, left: usize) -> (i64, i64, SequenceId) {
+        (importance(self.policy, view), ascending(self.long_key(view, left)), view.id)
     }
 }

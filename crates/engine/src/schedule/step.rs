@@ -1,10 +1,8 @@
 //! What is left to give in this step.
 
-use std::cmp::Ordering;
-
 use glimmer_tensor::PAGE_TOKENS;
 
-use super::{Decision, Order, Policy, Rates, Resources, View, Views, Work, need};
+use super::{Decision, Order, Policy, Rates, Resources, SequenceId, View, Views, Work, need};
 
 /// Which queue for prompt rows a sequence stands in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,7 +107,7 @@ impl<'a> Pass<'a> {
     ) -> Self {
         let running = views.running;
         let mut order: Vec<usize> = (0..running.len()).collect();
-        order.sort_by(|&a, &b| rank(policy, &running[a], &running[b]));
+        order.sort_by_key(|&index| rank(policy, &running[index]));
         let work = Vec::with_capacity(running.len() + 1);
         Self {
             running,
@@ -182,20 +180,26 @@ impl<'a> Pass<'a> {
     }
 }
 
-/// Order of running sequences.
-pub(super) fn rank(policy: &Policy, a: &View, b: &View) -> Ordering {
-    by_priority(policy, a, b).then(a.arrival.total_cmp(&b.arrival)).then(a.id.cmp(&b.id))
+/// Order of running sequences, smallest first.
+pub(super) fn rank(policy: &Policy, view: &View) -> (i64, i64, SequenceId) {
+    (importance(policy, view), ascending(view.arrival), view.id)
 }
 
-/// Order of the queue: as [`rank`], but those that were preempted go in front.
-pub(super) fn queue_rank(policy: &Policy, a: &View, b: &View) -> Ordering {
-    let fresh = |view: &View| view.preempted == 0;
-    by_priority(policy, a, b).then(fresh(a).cmp(&fresh(b))).then(a.arrival.total_cmp(&b.arrival)).then(a.id.cmp(&b.id))
+/// Order of the queue: as [`rank`], but those that were preempted go in front of their equals.
+pub(super) fn queue_rank(policy: &Policy, view: &View) -> (i64, bool, i64, SequenceId) {
+    (importance(policy, view), view.preempted == 0, ascending(view.arrival), view.id)
 }
 
-pub(super) fn by_priority(policy: &Policy, a: &View, b: &View) -> Ordering {
+/// The priority where it counts.
+pub(super) fn importance(policy: &Policy, view: &View) -> i64 {
     match policy.order {
-        Order::Fcfs => Ordering::Equal,
-        Order::Priority => a.priority.cmp(&b.priority),
+        Order::Fcfs => 0,
+        Order::Priority => view.priority,
     }
+}
+
+/// An integer in the order of [`f64::total_cmp`].
+pub(super) fn ascending(value: f64) -> i64 {
+    let bits = value.to_bits().cast_signed();
+    bits ^ ((bits >> 63).cast_unsigned() >> 1).cast_signed()
 }

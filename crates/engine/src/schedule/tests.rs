@@ -142,6 +142,13 @@ fn drafts_are_the_first_to_go_when_rows_logits_pages_or_the_length_are_short() {
     let tight = Resources { rows: 68, ..plenty() };
     let decision = decide(&[running[0], running[1], prefill(2, 500, 0)], &[], &tight, &unpaced());
     assert_eq!(rows(&decision), [(0, 3, 2), (1, 1, 0), (2, 64, 0)]);
+    // Not for those that cannot start.
+    let full = Resources { sequences: 2, ..tight };
+    let drafted = |resources: &Resources, policy: &Policy| {
+        decide(&running, &[prompt(2, 500)], resources, policy).work.iter().map(|work| work.drafts).sum::<usize>()
+    };
+    assert_eq!((drafted(&tight, &unpaced()), drafted(&full, &unpaced())), (2, 6));
+    assert_eq!(drafted(&Resources { step: 1, ..tight }, &Policy { interval: 2, ..unpaced() }), 6);
 }
 
 #[test]
