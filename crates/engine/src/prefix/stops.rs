@@ -33,6 +33,11 @@ impl Stops {
         [self.turn, self.last, stride.min(self.last)].into_iter().filter(|&stop| stop > computed).min()
     }
 
+    /// Whether other sequences are expected to part from this one at `position`: the start of the last turn, or a stride.
+    pub fn is_fork(&self, position: usize) -> bool {
+        position > 0 && position <= self.last && (position == self.turn || position.is_multiple_of(LONG_STRIDE))
+    }
+
     /// Whether `position` is a stop.
     pub fn contains(&self, position: usize) -> bool {
         position > 0 && self.after(position - 1) == Some(position)
@@ -75,6 +80,17 @@ mod tests {
         assert_eq!(all(80_000, Some(40_000), 0), [32_768, 40_000, 65_536, 79_936]);
         assert_eq!(all(65_537, None, 0), [32_768, 65_536]);
         assert_eq!(all(65_536, None, 0), [32_768, 65_472]);
+    }
+
+    #[test]
+    fn turns_and_strides_are_forks_and_ends_are_not() {
+        let forks = |tokens, turn| -> Vec<usize> {
+            let stops = Stops::new(tokens, turn);
+            (0..=100_000).filter(|&p| stops.is_fork(p)).collect()
+        };
+        assert_eq!(forks(80_000, Some(40_000)), [32_768, 40_000, 65_536]);
+        assert_eq!(forks(1000, Some(980)), [960], "a short turn ends where it starts");
+        assert!(forks(1000, None).is_empty());
     }
 
     #[test]

@@ -1,4 +1,5 @@
 mod model;
+mod policy;
 
 use super::*;
 
@@ -213,6 +214,23 @@ fn states_are_evicted_by_their_last_hit() {
     bench.save(&holders[2], 64).unwrap();
     assert_eq!([1, 2, 3].map(|seed| bench.peek(&tokens(seed, 2))), [64, 0, 64]);
     assert_eq!((bench.tree.states(), bench.tree.counters().evicted_states), (2, 1));
+}
+
+#[test]
+fn a_tip_that_was_continued_once_goes_first_and_one_continued_twice_is_recent() {
+    for (hits, gone) in [(0, 1), (1, 2), (2, 1)] {
+        let mut bench = Bench::new(3, 12);
+        let holders = [1, 2, 3, 4].map(|seed| bench.run(&tokens(seed, 2)));
+        for holder in &holders[..3] {
+            let slot = bench.pools.checkpoint().unwrap();
+            let key = holder.keys.ending_at(64).unwrap();
+            bench.tree.save_tip(&key, SavedState { slot, fold: 0 }).unwrap();
+        }
+        (0..hits).for_each(|_| drop(bench.look(&tokens(2, 2)).unwrap()));
+        bench.save(&holders[3], 64).unwrap();
+        let lost: Vec<u32> = (1..=4).filter(|&seed| bench.peek(&tokens(seed, 2)) == 0).collect();
+        assert_eq!(lost, [gone], "{hits} hits");
+    }
 }
 
 #[test]

@@ -37,7 +37,8 @@ struct KnownState {
     fold: usize,
     used: u64,
     saved: u64,
-    hit: bool,
+    tip: bool,
+    hits: u32,
 }
 
 struct World {
@@ -82,8 +83,8 @@ impl World {
     }
 
     fn oldest_state(&self) -> Option<Prefix> {
-        let states = self.known.iter().filter_map(|(p, known)| Some((p, known.state.as_ref()?.used)));
-        states.min_by_key(|s| s.1).map(|s| s.0.clone())
+        let states = self.known.iter().filter_map(|(p, known)| Some((p, known.state.as_ref()?)));
+        states.min_by_key(|(_, state)| (!(state.tip && state.hits == 1), state.used)).map(|s| s.0.clone())
     }
 
     fn start(&mut self, salt: u8, tokens: Vec<u32>) -> Result<(), TestCaseError> {
@@ -102,7 +103,7 @@ impl World {
                 let state = self.known.get_mut(&prefix).and_then(|known| known.state.as_mut()).unwrap();
                 prop_assert_eq!((hit.state.id(), hit.fold), (state.slot, state.fold));
                 state.used = self.time;
-                state.hit = true;
+                state.hits += 1;
                 table = hit.table;
             }
             Err(miss) => {
@@ -148,7 +149,7 @@ impl World {
         Ok(())
     }
 
-    fn save(&mut self, index: usize, fold: usize, replace: bool) -> Result<(), TestCaseError> {
+    fn save(&mut self, index: usize, fold: usize, replace: bool, tip: bool) -> Result<(), TestCaseError> {
         let running = &mut self.running[index];
         let end = running.tokens.len() / 64 * 64;
         let prefix = (running.salt, running.tokens[..end].to_vec());
@@ -158,7 +159,7 @@ impl World {
         let mut slot = None;
         if let Some((owned, ticket)) = running.ticket.take().filter(|_| replace) {
             let known = self.known.get_mut(&owned).map(|known| &mut known.state);
-            let mine = known.filter(|s| s.as_ref().is_some_and(|s| s.saved == ticket.saved && !s.hit));
+            let mine = known.filter(|s| s.as_ref().is_some_and(|s| s.saved == ticket.saved && s.hits == 0));
             slot = self.tree.withdraw(ticket);
             prop_assert_eq!(slot.as_ref().map(Slot::id), mine.and_then(Option::take).map(|s| s.slot));
         }
@@ -175,10 +176,11 @@ impl World {
         }
         let Some(slot) = slot else { return Ok(()) };
         let id = slot.id();
-        let ticket = self.tree.save_state(&key, SavedState { slot, fold });
+        let saved = SavedState { slot, fold };
+        let ticket = if tip { self.tree.save_tip(&key, saved) } else { self.tree.save_state(&key, saved) };
         prop_assert_eq!(ticket.is_some(), wanted);
         if let Some(ticket) = ticket {
-            let state = KnownState { slot: id, fold, used: self.time, saved: ticket.saved, hit: false };
+            let state = KnownState { slot: id, fold, used: self.time, saved: ticket.saved, tip, hits: 0 };
             self.known.get_mut(&prefix).unwrap().state = Some(state);
             self.running[index].ticket = Some((prefix, ticket));
         }
@@ -226,7 +228,7 @@ impl World {
                 self.start(a.is_multiple_of(8).into(), Self::tokens(b, 1 + (a / 8) as usize % 500))?;
             }
             (4..=6, Some(index)) => self.advance(index, b as usize % 150)?,
-            (7..=10, Some(index)) => self.save(index, b as usize % 4, b & 64 > 0)?,
+            (7..=10, Some(index)) => self.save(index, b as usize % 4, b & 64 > 0, b & 128 > 0)?,
             (11..=13, Some(index)) => drop(self.running.swap_remove(index)),
             (14, _) => {
                 let count = b as usize % 4;
