@@ -65,6 +65,11 @@ impl Pass<'_> {
             if self.refuses(view) {
                 continue;
             }
+            let lane = view.lane(self.policy);
+            if lane == Lane::Long && best != Some(index) {
+                self.passes(lane);
+                continue;
+            }
             let alone = self.alive() == 0;
             let own = need(view.known).pages.saturating_sub(view.shared);
             if !self.has_slot() || own + if alone { 0 } else { reserve } > headroom {
@@ -82,9 +87,7 @@ impl Pass<'_> {
                 }
                 return;
             }
-            let lane = view.lane(self.policy);
-            let open = if lane == Lane::Short { short_is_open } else { best == Some(index) };
-            if !open {
+            if lane == Lane::Short && !short_is_open {
                 self.passes(lane);
                 continue;
             }

@@ -210,6 +210,10 @@ fn one_long_prompt_at_a_time_and_short_ones_go_past_it() {
     let decision = decide(&[], &waiting, &plenty(), &unpaced());
     assert_eq!(ids(&decision.admit), [1, 3]);
     assert_eq!(decision.waiting, Waiting { lane: 1, ..Waiting::default() });
+    // Nor does it matter to them that the second long one would not fit yet.
+    let tight = Resources { free_pages: 1200, all_pages: 2000, ..plenty() };
+    let decision = decide(&[prefill(0, 50_000, 64)], &waiting[1..], &tight, &unpaced());
+    assert_eq!((ids(&decision.admit), decision.waiting.lane), (vec![3], 1));
     let two = Policy { long_prefills: 2, ..unpaced() };
     let decision = decide(&[prefill(0, 50_000, 64)], &waiting[..2], &plenty(), &two);
     assert_eq!(rows(&decision), [(0, 1024, 0), (1, 1024, 0)], "two abreast share evenly");
