@@ -304,6 +304,8 @@ impl World {
     fn work(&mut self, decision: &Decision) {
         let (mut prompt_rows, mut decode_rows, mut logits, mut seconds) = (0, 0, 0, 0.0);
         let mut seen = HashSet::new();
+        let is_prompt = |work: &&Work| self.running.iter().any(|view| view.id == work.id && !view.decoding);
+        let all_rows = decision.work.iter().filter(is_prompt).map(|work| work.rows).sum();
         let places: HashMap<SequenceId, usize> = self.running.iter().enumerate().map(|(i, v)| (v.id, i)).collect();
         for work in &decision.work {
             assert!(seen.insert(work.id), "one piece of work a sequence");
@@ -320,7 +322,7 @@ impl World {
                 decode_rows += work.rows;
                 logits += work.rows;
             } else {
-                check_chunk(view, work, self.limits.rows);
+                check_chunk(view, work, all_rows);
                 logits += if work.scored { work.rows } else { usize::from(end == view.known) };
                 seconds += work.rows as f64 / self.speed.rate * (1.0 + view.computed as f64 / self.speed.slower);
                 prompt_rows += work.rows;
@@ -399,15 +401,16 @@ impl World {
     }
 }
 
-/// A chunk stays within the known tokens, its cap and the next stop, and ends in one of the places where it may.
+/// A chunk stays within the known tokens, its cap and the next stop, and ends in one of the places where it may. The step has
+/// `all_rows` prompt rows.
 fn check_chunk(view: &View, work: &Work, all_rows: usize) {
     let end = view.computed + work.rows;
     assert!(end <= view.known && work.drafts == 0);
     assert!(view.max_rows.is_none_or(|most| work.rows <= most));
     assert!(view.next_stop.is_none_or(|stop| view.computed >= stop || end <= stop));
     let placed = end == view.known || Some(end) == view.next_stop || end.is_multiple_of(PAGE_TOKENS);
-    // With hardly any rows left in the step a chunk may end anywhere, as may one whose rows all want logits.
-    assert!(placed || work.scored || work.rows < 2 * PAGE_TOKENS && all_rows < 1024, "{view:?} {work:?}");
+    // With hardly any rows for prompts in the step a chunk may end anywhere, as may one whose rows all want logits.
+    assert!(placed || work.scored || all_rows < 2 * PAGE_TOKENS, "{view:?} {work:?}");
 }
 
 /// The value that a share of the values do not exceed.
