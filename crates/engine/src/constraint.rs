@@ -55,6 +55,26 @@ impl TokenMask {
         }
     }
 
+    /// How many tokens may be chosen.
+    pub fn count(&self) -> usize {
+        self.words.iter().map(|word| word.count_ones() as usize).sum()
+    }
+
+    /// Makes the logits of all other tokens minus infinity, those beyond the mask included.
+    pub fn apply(&self, logits: &mut [f32]) {
+        let (covered, beyond) = logits.split_at_mut(self.tokens.min(logits.len()));
+        beyond.fill(f32::NEG_INFINITY);
+        for (logits, &word) in covered.chunks_mut(64).zip(&self.words) {
+            match word {
+                u64::MAX => {}
+                0 => logits.fill(f32::NEG_INFINITY),
+                _ => logits.iter_mut().enumerate().filter(|(bit, _)| word >> bit & 1 == 0).for_each(|(_, logit)| {
+                    *logit = f32::NEG_INFINITY;
+                }),
+            }
+        }
+    }
+
     /// The bits, 64 ids a word, the lowest id in the lowest bit.
     pub fn words(&self) -> &[u64] {
         &self.words
@@ -122,6 +142,24 @@ mod tests {
             mask.allow(tokens as u32 - 1);
             mask.allow(tokens as u32);
             assert_eq!((set(&mask), mask.allows(tokens as u32 - 1)), (1, true));
+            assert_eq!(mask.count(), 1);
+        }
+    }
+
+    #[test]
+    fn a_mask_leaves_the_logits_of_its_tokens() {
+        for logits in [100, 130, 200] {
+            let mut mask = TokenMask::all(130);
+            mask.fill(false);
+            [3, 63, 64, 129].into_iter().chain(66..128).for_each(|token| mask.allow(token));
+            let mut row = vec![1.0f32; logits];
+            mask.apply(&mut row);
+            for (logit, token) in row.iter().zip(0u32..) {
+                assert_eq!(logit.is_finite(), mask.allows(token), "token {token} of {logits}");
+            }
+            let mut row = vec![1.0f32; logits];
+            TokenMask::all(130).apply(&mut row);
+            assert_eq!(row.iter().filter(|l| l.is_finite()).count(), logits.min(130));
         }
     }
 }

@@ -15,6 +15,12 @@
 //! | [`features`] | features of pictures seen lately |
 //! | [`sampling`] | logits to a token |
 //! | [`speculate`] | which drafts stand; exact |
+//! | [`rows`] | [`Answer`]: the rows of a step to the tokens of an answer |
+//! | [`thinking`] | where reasoning ends, and how a budget ends it |
+//! | [`logprobs`] | log-probabilities, ranks and the best tokens of a row |
+//! | `best` | the best tokens of a row without sorting it |
+//! | [`depth`] | how many drafts a step tries: fixed, by table, or as measured |
+//! | [`synthetic`] | acceptance by decree, for benches |
 //! | [`constraint`] | the seam to grammars: which tokens may come next |
 //! | `draft` | the draft layer's schedule |
 //! | [`score`] | log-probabilities of given tokens |
@@ -27,11 +33,14 @@
 //! ends.
 #![forbid(unsafe_code)]
 
+mod best;
 pub mod constraint;
+pub mod depth;
 mod draft;
 mod error;
 pub mod features;
 pub mod generate;
+pub mod logprobs;
 pub mod plan;
 pub mod policy;
 pub mod pools;
@@ -39,6 +48,7 @@ pub mod prefix;
 pub mod random;
 pub mod rates;
 pub mod request;
+pub mod rows;
 pub mod rules;
 pub mod sampling;
 pub mod schedule;
@@ -46,6 +56,8 @@ pub mod score;
 pub mod sequence;
 pub mod speculate;
 pub mod stats;
+pub mod synthetic;
+pub mod thinking;
 pub mod worker;
 
 pub use error::EngineError;
@@ -53,6 +65,7 @@ pub use generate::{DraftSampling, Generator, IndexSharing, Settings};
 pub use pools::{Need, Page, PageTable, Pools, Reservation, Slot};
 pub use prefix::{PageKeys, PrefixTree};
 pub use request::{FinishReason, Output, Request, Sampling, TokenEvent};
+pub use rows::{Answer, AnswerRules, Judged, RowJudge, RowMask};
 pub use rules::Rules;
 pub use sampling::{Distribution, Sampler};
 pub use score::ScoredRow;

@@ -15,6 +15,8 @@ pub enum Purpose {
     Recover,
     /// A drafter's proposal.
     Draft,
+    /// Whether a draft stands by decree.
+    Synthetic,
 }
 
 /// A number in `[0, 1)` with 53 random bits.
@@ -24,6 +26,7 @@ pub fn uniform(seed: u64, position: usize, purpose: Purpose) -> f64 {
         Purpose::Accept => 1,
         Purpose::Recover => 2,
         Purpose::Draft => 3,
+        Purpose::Synthetic => 5,
     };
     let position = position as u64;
     let block = philox([position as u32, (position >> 32) as u32, purpose, 0], [seed as u32, (seed >> 32) as u32]);
@@ -68,6 +71,14 @@ mod tests {
         let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
         let key = [0xa409_3822, 0x299f_31d0];
         assert_eq!(philox(pi, key), [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]);
+    }
+
+    #[test]
+    fn requests_without_a_seed_get_different_ones_that_come_back() {
+        let keys: std::collections::BTreeSet<u64> =
+            [0, 1, 1 << 32].iter().flat_map(|&seed| (0..100).map(move |ordinal| key(seed, ordinal))).collect();
+        assert_eq!(keys.len(), 300);
+        assert_eq!(key(7, 3), key(7, 3));
     }
 
     #[test]

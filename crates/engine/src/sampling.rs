@@ -1,13 +1,15 @@
 //! From logits to a token.
 //!
-//! Order: bias and bans, penalties, temperature, min-p, top-k, top-p, draw. Below [`GREEDY_BELOW`] the temperature means
-//! the largest logit after bias and penalties. Wherever values tie, the lower token id comes first, so the outcome is a
-//! function of the logits and the request alone.
+//! Order: bias, bans, penalties, temperature, min-p, top-k, top-p, draw; each step sees what the one before left. Below
+//! [`GREEDY_BELOW`] the temperature means the largest logit after bias and penalties. Wherever values tie, the lower token
+//! id comes first, so the outcome is a function of the logits and the request alone.
 
 use std::collections::BTreeMap;
 
+pub(crate) use crate::best::largest;
 use crate::{
     EngineError,
+    best::{Entry, by_rank, select},
     random::{Purpose, uniform},
     request::Sampling,
 };
@@ -59,6 +61,15 @@ impl Sampling {
                 return Err(EngineError::parameter("logit_bias", "numbers", bias));
             }
         }
+        let ids = |field, tokens: &[u32]| match tokens.iter().find(|&&token| token as usize >= vocab) {
+            Some(token) => Err(EngineError::parameter(field, format!("token ids below {vocab}"), token)),
+            None if tokens.is_empty() => Err(EngineError::parameter(field, "at least one token", "none")),
+            None => Ok(()),
+        };
+        if let Some(allowed) = &self.allowed_tokens {
+            ids("allowed_tokens", allowed)?;
+        }
+        self.bad_words.iter().try_for_each(|word| ids("bad_words", word))?;
         Ok(())
     }
 
@@ -69,13 +80,13 @@ impl Sampling {
 }
 
 /// Tokens seen so far, as the penalties count them. Empty unless the parameters have penalties.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct History {
     counts: BTreeMap<u32, Seen>,
     active: bool,
 }
 
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Seen {
     output: u32,
 }
@@ -185,10 +196,20 @@ pub enum Choice<'a> {
     Among(&'a Distribution),
 }
 
+impl Choice<'_> {
+    /// The token at `position`, drawn with the answer's key.
+    pub fn draw(&self, seed: u64, position: usize) -> u32 {
+        match self {
+            Self::Token(token) => *token,
+            Self::Among(distribution) => distribution.draw(uniform(seed, position, Purpose::Token)),
+        }
+    }
+}
+
 /// Logits to choices, with reusable scratch.
 #[derive(Debug, Default)]
 pub struct Sampler {
-    candidates: Vec<(f32, u32)>,
+    candidates: Vec<Entry>,
     distribution: Distribution,
 }
 
@@ -236,90 +257,79 @@ impl Sampler {
         banned: &[u32],
         position: usize,
     ) -> Result<u32, EngineError> {
-        Ok(match self.choose(logits, params, history, banned, position)? {
-            Choice::Token(token) => token,
-            Choice::Among(distribution) => distribution.draw(uniform(params.key(), position, Purpose::Token)),
-        })
+        Ok(self.choose(logits, params, history, banned, position)?.draw(params.key(), position))
     }
 
     fn shape(&mut self, logits: &[f32], params: &Sampling, max: f32) {
-        let (temperature, candidates) = (f64::from(params.temperature), &mut self.candidates);
-        let weight = |logit: f32| ((f64::from(logit) - f64::from(max)) / temperature).exp();
-        let least = f64::from(params.min_p);
-        candidates.clear();
-        candidates.extend(
-            logits
-                .iter()
-                .zip(0u32..)
-                .filter(|&(&l, _)| l > f32::NEG_INFINITY && (least <= 0.0 || weight(l) >= least))
-                .map(|(&l, token)| (l, token)),
-        );
-        if let Some(top_k) = params.top_k.map(|k| k as usize).filter(|&k| k > 0 && k < candidates.len()) {
-            candidates.select_nth_unstable_by(top_k, by_rank);
-            candidates.truncate(top_k);
-        }
-        if params.top_p < 1.0 {
-            let kept = nucleus(candidates, f64::from(params.top_p), weight);
-            candidates.truncate(kept);
-        }
-        candidates.sort_unstable_by_key(|c| c.1);
-        let out = &mut self.distribution;
-        out.tokens.clear();
-        out.tokens.extend(candidates.iter().map(|c| c.1));
-        out.weights.clear();
-        out.weights.extend(candidates.iter().map(|c| weight(c.0)));
-        out.total = out.weights.iter().sum();
-    }
-}
-
-/// Higher logit first, then lower token.
-fn by_rank(a: &(f32, u32), b: &(f32, u32)) -> std::cmp::Ordering {
-    b.0.total_cmp(&a.0).then(a.1.cmp(&b.1))
-}
-
-/// Sorts so much of the front that its mass reaches `top_p`, and gives the number of tokens to keep. The total does not
-/// depend on how far was sorted: it is summed in token order.
-fn nucleus(candidates: &mut [(f32, u32)], top_p: f64, weight: impl Fn(f32) -> f64) -> usize {
-    candidates.sort_unstable_by_key(|c| c.1);
-    let target = top_p * candidates.iter().map(|c| weight(c.0)).sum::<f64>();
-    let (mut sorted, mut mass) = (0, 0.0);
-    let mut window = 64;
-    while sorted < candidates.len() {
-        let rest = &mut candidates[sorted..];
-        let take = window.min(rest.len());
-        if take < rest.len() {
-            rest.select_nth_unstable_by(take, by_rank);
-        }
-        rest[..take].sort_unstable_by(by_rank);
-        for (i, candidate) in rest[..take].iter().enumerate() {
-            mass += weight(candidate.0);
-            if mass >= target {
-                return sorted + i + 1;
+        let (temperature, max) = (f64::from(params.temperature), f64::from(max));
+        let weight = |logit: f32| ((f64::from(logit) - max) / temperature).exp();
+        // A share of the best probability is a distance from the best logit.
+        let floor = if params.min_p > 0.0 { max + temperature * f64::from(params.min_p).ln() } else { f64::MIN };
+        let entries = || logits.iter().copied().zip(0u32..).filter(move |&(logit, _)| f64::from(logit) >= floor);
+        let Self { candidates, distribution: Distribution { tokens, weights, total } } = self;
+        tokens.clear();
+        weights.clear();
+        let top_k = params.top_k.filter(|&k| k > 0).map(|k| k as usize);
+        if top_k.is_none() && params.top_p >= 1.0 {
+            entries().for_each(|(logit, token)| {
+                tokens.push(token);
+                weights.push(weight(logit));
+            });
+        } else {
+            if let Some(top_k) = top_k {
+                select(entries(), top_k, candidates);
             }
+            if params.top_p < 1.0 {
+                nucleus(candidates, entries, top_k, f64::from(params.top_p), weight);
+            }
+            candidates.sort_unstable_by_key(|entry| entry.1);
+            tokens.extend(candidates.iter().map(|entry| entry.1));
+            weights.extend(candidates.iter().map(|entry| weight(entry.0)));
         }
-        sorted += take;
-        window *= 8;
+        *total = weights.iter().sum();
     }
-    candidates.len()
 }
 
-/// Position and value of the largest logit, the first of equals.
-pub(crate) fn largest(logits: &[f32]) -> Result<(u32, f32), &'static str> {
-    let (mut best, mut max) = (0, f32::NEG_INFINITY);
-    for (&logit, token) in logits.iter().zip(0u32..) {
-        if logit > max {
-            (best, max) = (token, logit);
-        } else if logit.is_nan() {
-            return Err("a logit is not a number; the weights are damaged or the computation overflowed");
+/// Entries of the first window of a nucleus; each further window is so many times as long.
+const WINDOW: usize = 64;
+const WINDOW_GROWTH: usize = 8;
+
+/// Leaves in `candidates` the smallest set of best entries that has `top_p` of the mass: that of the candidates where
+/// `top_k` has chosen them, else that of all entries. The total is summed by ascending token, so that it does not depend on
+/// how far the search goes.
+fn nucleus<I: Iterator<Item = Entry>>(
+    candidates: &mut Vec<Entry>,
+    entries: impl Fn() -> I,
+    top_k: Option<usize>,
+    top_p: f64,
+    weight: impl Fn(f32) -> f64,
+) {
+    let total: f64 = if top_k.is_some() {
+        candidates.sort_unstable_by_key(|entry| entry.1);
+        candidates.iter().map(|entry| weight(entry.0)).sum()
+    } else {
+        entries().map(|entry| weight(entry.0)).sum()
+    };
+    let mut window = WINDOW;
+    loop {
+        let all = top_k.is_some() || {
+            select(entries(), window, candidates);
+            candidates.len() < window
+        };
+        candidates.sort_unstable_by(by_rank);
+        let mut mass = 0.0;
+        let reached = candidates.iter().position(|entry| {
+            mass += weight(entry.0);
+            mass >= top_p * total
+        });
+        if let Some(last) = reached {
+            candidates.truncate(last + 1);
         }
+        if all || reached.is_some() {
+            return;
+        }
+        window = window.saturating_mul(WINDOW_GROWTH);
     }
-    if max == f32::INFINITY {
-        return Err("a logit is infinite; the weights are damaged or the computation overflowed");
-    }
-    if max == f32::NEG_INFINITY {
-        return Err("every token is excluded");
-    }
-    Ok((best, max))
 }
 
 #[cfg(test)]
@@ -461,6 +471,10 @@ mod tests {
             ("frequency_penalty", Sampling { frequency_penalty: -3.0, ..at(1.0) }),
             ("repetition_penalty", Sampling { repetition_penalty: 0.0, ..at(1.0) }),
             ("logit_bias", Sampling { logit_bias: vec![(10, 1.0)], ..at(1.0) }),
+            ("allowed_tokens", Sampling { allowed_tokens: Some(vec![3, 10]), ..at(1.0) }),
+            ("allowed_tokens", Sampling { allowed_tokens: Some(vec![]), ..at(1.0) }),
+            ("bad_words", Sampling { bad_words: vec![vec![1], vec![1, 10]], ..at(1.0) }),
+            ("bad_words", Sampling { bad_words: vec![vec![]], ..at(1.0) }),
         ];
         for (field, params) in bad {
             let error = params.validate(10).unwrap_err().to_string();

@@ -50,7 +50,7 @@ pub fn judge(choice: &Choice<'_>, draft: &Draft, seed: u64, position: usize) -> 
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
 
     const VOCAB: u32 = 32;
@@ -117,6 +117,15 @@ mod tests {
         [out[0], out[1]]
     }
 
+    /// Fails when counts are not those of draws with these probabilities: a chi-square beyond 4.5 standard deviations
+    /// (Wilson-Hilferty), about 3e-6 for each comparison.
+    pub(crate) fn assert_drawn(counts: &[f64], probabilities: &[f64], what: &str) {
+        let (chi, freedom) = chi_square(counts, probabilities);
+        let a = 2.0 / (9.0 * freedom);
+        let bound = freedom * (1.0 - a + 4.5 * a.sqrt()).powi(3);
+        assert!(chi < bound, "{what}: {chi} above {bound}");
+    }
+
     /// Chi-square of observed counts against probabilities, with its degrees of freedom.
     fn chi_square(counts: &[f64], probabilities: &[f64]) -> (f64, f64) {
         let n: f64 = counts.iter().sum();
@@ -152,11 +161,7 @@ mod tests {
                     }
                 }
                 for (name, counts, expected) in [("first", &counts[0], &first), ("second", &counts[1], &second)] {
-                    let (chi, freedom) = chi_square(counts, expected);
-                    // Wilson-Hilferty: 4.5 standard deviations, about 3e-6 for each of the twenty comparisons.
-                    let a = 2.0 / (9.0 * freedom);
-                    let bound = freedom * (1.0 - a + 4.5 * a.sqrt()).powi(3);
-                    assert!(chi < bound, "{name} token, depth {depth}, drawn {drawn}: {chi} above {bound}");
+                    assert_drawn(counts, expected, &format!("{name} token, depth {depth}, drawn {drawn}"));
                 }
             }
         }
