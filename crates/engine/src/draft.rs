@@ -4,6 +4,8 @@
 //! this fills the layer's cache with true rows and overwrites what chains left there. The last row of a decoding sequence
 //! proposes its first draft; each further draft is a row of a chain, one position on, fed with the draft before and the
 //! hidden state that made it. A chain selects tokens anew or shares the selection of the row that began it.
+//!
+//! Drafts decide about speed alone, so a row that proposes nothing usable ends its chain and nothing else.
 
 use glimmer_model::{HiddenSource, Model, MtpStep};
 use glimmer_tensor::{Backend, Segment, Step};
@@ -12,7 +14,7 @@ use crate::{
     EngineError,
     random::{Purpose, uniform},
     sampling::{Choice, History, Sampler},
-    sequence::{Phase, Sequence, Trail},
+    sequence::{Sequence, Trail},
     speculate::Draft,
 };
 
@@ -38,7 +40,7 @@ pub(crate) fn propose<B: Backend>(
     if trails.is_empty() {
         return Ok(());
     }
-    let step = mtp_step(sequences, trails, |sequence, position| sequence.tokens[position + 1]);
+    let step = mtp_step(sequences, trails, |sequence, position| sequence.tokens[position + 1])?;
     model.draft(&step, &mut ())?;
 
     // The chains: the last row of each trail whose sequence wants drafts.
@@ -48,7 +50,7 @@ pub(crate) fn propose<B: Backend>(
         let last = first_row + trail.rows - 1;
         first_row += trail.rows;
         let sequence = &sequences[trail.index];
-        if sequence.phase == Phase::Decode && sequence.useful_drafts() > 0 {
+        if sequence.drafting() {
             let position = trail.position + trail.rows;
             chains.push(Chain { index: trail.index, position, row: last as u32, selected: last as u32 });
         }
@@ -60,8 +62,10 @@ pub(crate) fn propose<B: Backend>(
             // The draft is for the position after the newest token and the drafts so far.
             let sequence = &mut sequences[chain.index];
             let position = sequence.tokens.len() + depth;
-            let draft = choose(sequence, drafting, sampler, row, position)?;
-            sequence.drafts.push(draft);
+            match choose(sequence, drafting, sampler, row, position) {
+                Ok(draft) => sequence.drafts.push(draft),
+                Err(_) => sequence.wanted = sequence.drafts.len(),
+            }
         }
         depth += 1;
         if depth > 1 {
@@ -70,7 +74,7 @@ pub(crate) fn propose<B: Backend>(
                 chain.row = row;
             }
         }
-        chains.retain(|chain| sequences[chain.index].useful_drafts() > depth);
+        chains.retain(|chain| sequences[chain.index].wanted > depth);
         if chains.is_empty() {
             break;
         }
@@ -84,7 +88,7 @@ pub(crate) fn propose<B: Backend>(
                 from: HiddenSource::Draft,
             })
             .collect();
-        let mut step = mtp_step(sequences, &trails, |sequence, _| sequence.drafts[depth - 1].token);
+        let mut step = mtp_step(sequences, &trails, |sequence, _| sequence.drafts[depth - 1].token)?;
         if drafting.share {
             step.shared = Some(chains.iter().map(|chain| chain.selected).collect());
         }
@@ -112,7 +116,7 @@ fn choose(
     row: &mut [f32],
     position: usize,
 ) -> Result<Draft, EngineError> {
-    let params = &sequence.request.sampling;
+    let (params, seed) = (&sequence.request.sampling, sequence.answer.seed());
     if params.is_greedy() || !drafting.drawn {
         let (token, _) = crate::sampling::largest(row).map_err(|reason| EngineError::NoToken { position, reason })?;
         return Ok(Draft { token, drawn_from: None });
@@ -120,34 +124,41 @@ fn choose(
     Ok(match sampler.choose(row, params, &History::default(), &[], position)? {
         Choice::Token(token) => Draft { token, drawn_from: None },
         Choice::Among(q) => {
-            let token = q.draw(uniform(params.key(), position, Purpose::Draft));
+            let token = q.draw(uniform(seed, position, Purpose::Draft));
             Draft { token, drawn_from: Some(q.clone()) }
         }
     })
 }
 
 /// A step of the draft layer over trails of one kind; logits are wanted of the last row of every trail that drafts.
-fn mtp_step(sequences: &[Sequence], trails: &[Trail], next: impl Fn(&Sequence, usize) -> u32) -> MtpStep {
+fn mtp_step(
+    sequences: &[Sequence],
+    trails: &[Trail],
+    next: impl Fn(&Sequence, usize) -> u32,
+) -> Result<MtpStep, EngineError> {
     let mut step = Step::default();
     let mut source = Vec::new();
     for trail in trails {
         let sequence = &sequences[trail.index];
+        let Some((slot, pages)) = sequence.place() else {
+            return Err(EngineError::Broken("only running sequences are drafted for"));
+        };
         step.tokens.extend((trail.position..trail.position + trail.rows).map(|p| next(sequence, p)));
         source.extend((0..trail.rows as u32).map(|i| trail.source + i));
         step.segments.push(Segment {
-            slot: sequence.reservation.slot(),
+            slot,
             position: trail.position as u32,
             rows: trail.rows as u32,
             fold: 0,
             commit: trail.rows as u32,
             first_page: step.pages.len() as u32,
-            pages: sequence.reservation.pages().len() as u32,
+            pages: pages.len() as u32,
         });
-        step.pages.extend(sequence.reservation.pages());
-        if sequence.phase == Phase::Decode && sequence.useful_drafts() > 0 {
+        step.pages.extend(pages);
+        if sequence.drafting() {
             step.logits.push(step.tokens.len() as u32 - 1);
         }
     }
     let from = trails.first().map_or(HiddenSource::Trunk, |t| t.from);
-    MtpStep { step, from, source, shared: None }
+    Ok(MtpStep { step, from, source, shared: None })
 }

@@ -70,6 +70,14 @@ pub enum EngineError {
         /// Why.
         reason: &'static str,
     },
+    /// Steps cannot be recorded.
+    #[error("recording steps in {file}: {reason}")]
+    Record {
+        /// The file.
+        file: std::path::PathBuf,
+        /// Why.
+        reason: String,
+    },
     /// The engine's thread failed.
     #[error("the engine's thread: {0}")]
     Thread(String),

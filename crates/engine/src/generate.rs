@@ -1,108 +1,52 @@
 //! [`Generator`]: a model that serves several sequences at once.
 //!
-//! One [`Generator::step`]: admit what fits, plan rows ([`crate::plan`]), run the trunk, judge drafts and choose tokens,
-//! tell the consumer, run the draft layer. Sequences join and leave between steps; what each yields depends on its own
-//! request alone.
+//! Requests enter a queue ([`Generator::submit`]) and leave it by [`Generator::step`]s; what each yields depends on its own
+//! request alone, whatever runs beside it, is cached, is preempted or is drafted.
+//!
+//! | file | part of the generator |
+//! |---|---|
+//! | `generate/admit.rs` | before a step: the scheduler's decision, and carrying it out |
+//! | `generate/step.rs` | a step: rows, judging, drafts, events |
+//! | `generate/reuse.rs` | behind a step: publishing pages and saving states for later requests |
 
-use std::{collections::VecDeque, sync::Arc, time::Instant};
+mod admit;
+mod reuse;
+mod step;
+
+use std::{collections::VecDeque, sync::Arc};
 
 use glimmer_checkpoint::Checkpoint;
 use glimmer_model::{
-    HiddenSource, Limits, Model, Options,
+    Model,
     vision::{Patches, VisionTower},
 };
-use glimmer_tensor::{Backend, KdaForm, PAGE_TOKENS};
-use serde::{Deserialize, Serialize};
+use glimmer_tensor::{Backend, PAGE_TOKENS};
+use sha2::{Digest as _, Sha256};
 
 use crate::{
-    EngineError, Flow, SequenceId,
+    EngineError, Flow, SequenceId, Settings,
+    clock::Clock,
     constraint::Constraint,
-    draft::{Drafting, propose},
-    features::{FeatureCache, FeatureKey},
-    plan::{Entry, schedule},
-    pools::{Pools, need},
-    request::{Collector, Cost, Finish, FinishReason, Media, MediaKind, Output, Request, RequestError, TokenEvent},
+    depth::DepthControl,
+    draft::Drafting,
+    features::FeatureCache,
+    pools::Pools,
+    prefix::{Miss, PageKeys, PrefixTree},
+    rates::Rates,
+    record::{Header, Recorder},
+    request::{Collector, Finish, FinishReason, Media, MediaKind, Output, Request, TokenEvent},
+    rows::{Answer, AnswerRules, RowJudge},
     rules::Rules,
-    sampling::{History, Sampler},
-    sequence::{Phase, Sequence, Times, Trail},
-    speculate::{Verdict, judge},
+    schedule::Waiting,
+    sequence::Sequence,
+    settings::{DraftSampling, IndexSharing},
     stats::{Counters, Snapshot, Stats},
+    thinking::ReasoningEnd,
     worker::Facts,
 };
 
-/// Whether the rows of a draft chain share the selection of the row that began it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum IndexSharing {
-    /// As `index_share_for_mtp_iteration` of the configuration says.
-    #[default]
-    Auto,
-    /// Share.
-    On,
-    /// Select anew for every row.
-    Off,
-}
-
-/// How drafts of sampled requests are chosen.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum DraftSampling {
-    /// The drafter's largest logit. A request then yields the same tokens at every depth.
-    #[default]
-    Greedy,
-    /// A draw from the drafter's distribution; the distribution of the output is the same.
-    Probabilistic,
-}
-
-/// Sizes and choices of a [`Generator`].
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct Settings {
-    /// Most sequences at once.
-    pub sequences: usize,
-    /// Most tokens of a sequence; `None` takes the model's longest context.
-    pub context: Option<usize>,
-    /// Pages of the cache; `None` lets every sequence reach the full context at once.
-    pub pages: Option<usize>,
-    /// Most rows of a step.
-    pub rows: usize,
-    /// Draft depth; 0 does not load the draft layer.
-    pub depth: usize,
-    /// Selections of draft chains.
-    pub index_sharing: IndexSharing,
-    /// Drafts of sampled requests.
-    pub draft_sampling: DraftSampling,
-    /// Number of ids that the tokenizer knows; rows of the vocabulary beyond it are never chosen.
-    pub real_vocab: Option<usize>,
-    /// Key of the random draws of requests without a seed of their own.
-    pub seed: u64,
-    /// Tokens that end an answer; `None` takes those of `config.json`.
-    pub end_tokens: Option<Vec<u32>>,
-    /// Bytes of features of images and clips that are kept for later requests.
-    pub feature_bytes: usize,
-    /// Form of the delta rule for prompt rows.
-    #[serde(skip)]
-    pub kda_form: KdaForm,
-}
-
-impl Default for Settings {
-    fn default() -> Self {
-        Self {
-            sequences: 1,
-            context: None,
-            pages: None,
-            rows: 256,
-            depth: 0,
-            index_sharing: IndexSharing::Auto,
-            draft_sampling: DraftSampling::Greedy,
-            real_vocab: None,
-            seed: 0,
-            end_tokens: None,
-            feature_bytes: 256 << 20,
-            kda_form: KdaForm::Recurrent,
-        }
-    }
-}
+/// Takes the events of a step.
+pub type Sink<'a> = &'a mut dyn FnMut(SequenceId, TokenEvent) -> Flow;
 
 /// A model with its pools and sequences.
 #[derive(Debug)]
@@ -110,29 +54,36 @@ pub struct Generator<B: Backend> {
     pub(crate) model: Model<B>,
     tower: Option<VisionTower<B>>,
     pub(crate) rules: Rules,
+    answers: AnswerRules,
     max_rows: usize,
-    drafting: Drafting,
+    max_logits: usize,
+    settings: Settings,
+    /// SHA-256 of the model's configuration.
+    config_digest: String,
     pub(crate) pools: Pools,
-    waiting: VecDeque<Waiting>,
+    pub(crate) tree: PrefixTree,
+    features: FeatureCache,
+    waiting: VecDeque<Sequence>,
+    /// In order of admission.
     running: Vec<Sequence>,
     next_id: u64,
-    seed: u64,
-    ends: Arc<[u32]>,
-    features: FeatureCache,
-    began: Instant,
-    sampler: Sampler,
-    /// Logits of a row, `[vocab_size]`.
-    pub(crate) row: Vec<f32>,
+    steps: u64,
+    /// Steps in a row that computed nothing although something waits.
+    idle_steps: u32,
+    clock: Clock,
+    rates: Rates,
+    drafting: Drafting,
+    depth: DepthControl,
+    pub(crate) judge: RowJudge,
     stats: Stats,
     counters: Counters,
-}
-
-/// A request in the queue.
-#[derive(Debug)]
-struct Waiting {
-    id: SequenceId,
-    request: Request,
-    submitted: f64,
+    /// What the queue waited for at the last step.
+    queue: Waiting,
+    /// A row of the present step was not a number.
+    poisoned: bool,
+    /// When the last step with rows ended.
+    ended: f64,
+    recorder: Option<Recorder>,
 }
 
 impl<B: Backend> Generator<B> {
@@ -142,75 +93,52 @@ impl<B: Backend> Generator<B> {
     /// [`EngineError::Setting`] for settings that cannot work, [`EngineError::Model`] when the checkpoint does not hold what
     /// its configuration says.
     pub fn load(backend: B, checkpoint: &Checkpoint, settings: &Settings) -> Result<Self, EngineError> {
-        let config = checkpoint.config();
-        let text = &config.text;
-        let bad = |setting, expected: String, found: usize| {
-            Err(EngineError::Setting { setting, expected, found: found.to_string() })
-        };
-        let context = settings.context.unwrap_or(text.max_position_embeddings);
-        if context < 2 || context > text.max_position_embeddings {
-            return bad("context", format!("2 to {} tokens", text.max_position_embeddings), context);
-        }
-        if settings.sequences == 0 {
-            return bad("sequences", "at least one".to_owned(), 0);
-        }
-        let least_rows = settings.sequences * (settings.depth + 1);
-        if settings.rows < least_rows {
-            return bad("rows", format!("at least sequences * (depth + 1) = {least_rows}"), settings.rows);
-        }
-        if settings.depth > 0 && text.mtp_layer().is_none() {
-            return bad("depth", "0, as the model has no draft layer".to_owned(), settings.depth);
-        }
-        let whole = context.div_ceil(PAGE_TOKENS);
-        let pages = settings.pages.unwrap_or(settings.sequences * whole);
-        if pages < whole {
-            return bad("pages", format!("at least {whole}, the pages of one full context"), pages);
-        }
-        if let Some(real) = settings.real_vocab.filter(|&real| real == 0 || real > text.vocab_size) {
-            return bad("real_vocab", format!("1 to {} ids", text.vocab_size), real);
-        }
-        let limits = Limits {
-            max_rows: settings.rows,
-            max_logits: least_rows.max(settings.rows.min(LOGIT_ROWS)),
-            slots: settings.sequences,
-            pages,
-            max_draft: settings.depth,
-            features: settings.rows,
-        };
-        let options =
-            Options { kda_form: settings.kda_form, draft_layer: settings.depth > 0, real_vocab: settings.real_vocab };
-        let tower = VisionTower::load(&backend, checkpoint)?;
-        let model = Model::load(backend, checkpoint, limits, options)?;
+        let (limits, options, rules) = settings.resolve(checkpoint)?;
+        let text = &checkpoint.config().text;
         let share = match settings.index_sharing {
             IndexSharing::Auto => text.indexer.share_for_mtp,
             IndexSharing::On => true,
             IndexSharing::Off => false,
         };
+        let mut judge = RowJudge::new(text.vocab_size);
+        if let Some(acceptance) = &settings.synthetic_acceptance {
+            judge = judge.with_synthetic(acceptance.clone());
+        }
+        let pools = Pools::new(settings.sequences, settings.checkpoints(), rules.pages);
+        let tower = VisionTower::load(&backend, checkpoint)?;
         Ok(Self {
-            rules: Rules {
-                context,
-                vocabulary: settings.real_vocab.unwrap_or(text.vocab_size),
-                placeholder: config.media.map(|media| media.image),
-                vision: tower.is_some(),
-                depth: settings.depth,
-                pages,
+            answers: AnswerRules {
+                vocabulary: rules.vocabulary,
+                context: rules.context,
+                end_tokens: settings.end_tokens.clone().unwrap_or_else(|| text.eos_token_ids.clone()),
+                reasoning_end: settings.think_end.map(ReasoningEnd::new),
             },
+            rules: Rules { vision: tower.is_some(), ..rules },
             tower,
-            max_rows: settings.rows,
-            drafting: Drafting { share, drawn: settings.draft_sampling == DraftSampling::Probabilistic },
-            pools: Pools::new(settings.sequences, 0, pages),
+            max_rows: limits.max_rows,
+            max_logits: limits.max_logits,
+            settings: settings.clone(),
+            config_digest: config_digest(checkpoint),
+            tree: PrefixTree::new(&pools),
+            pools,
+            features: FeatureCache::new(settings.feature_bytes),
             waiting: VecDeque::new(),
             running: Vec::new(),
             next_id: 0,
-            seed: settings.seed,
-            ends: settings.end_tokens.as_ref().unwrap_or(&text.eos_token_ids).as_slice().into(),
-            features: FeatureCache::new(settings.feature_bytes),
-            began: Instant::now(),
-            sampler: Sampler::default(),
-            row: vec![0.0; text.vocab_size],
+            steps: 0,
+            idle_steps: 0,
+            clock: Clock::real(),
+            rates: Rates::default(),
+            drafting: Drafting { share, drawn: settings.draft_sampling == DraftSampling::Probabilistic },
+            depth: DepthControl::new(settings.depth_policy.clone(), settings.depth)?,
+            judge,
             stats: Stats::default(),
             counters: Counters::default(),
-            model,
+            queue: Waiting::default(),
+            poisoned: false,
+            ended: 0.0,
+            recorder: None,
+            model: Model::load(backend, checkpoint, limits, options)?,
         })
     }
 
@@ -239,12 +167,23 @@ impl<B: Backend> Generator<B> {
         &self.stats
     }
 
+    /// Starts counting anew.
+    pub fn reset_stats(&mut self) {
+        self.stats = Stats::default();
+    }
+
+    /// Images and clips looked up in the cache of features, and found there.
+    pub fn media_lookups(&self) -> (u64, u64) {
+        let counters = self.features.counters();
+        (counters.queries, counters.hits)
+    }
+
     /// What was loaded.
     pub fn facts(&self) -> Facts {
         Facts {
             rules: self.rules,
             sequences: self.pools.all().slots,
-            state_checkpoints: 0,
+            state_checkpoints: self.pools.all_checkpoints(),
             rows: self.max_rows,
             page_tokens: PAGE_TOKENS,
         }
@@ -253,21 +192,25 @@ impl<B: Backend> Generator<B> {
     /// What is going on.
     pub fn snapshot(&self) -> Snapshot {
         let (media_queries, media_hits) = self.media_lookups();
-        let (free, all) = (self.pools.free().pages, self.pools.all().pages);
-        let left = |s: &Sequence| s.request.prompt.len().saturating_sub(s.computed);
-        let running: usize = self.running.iter().map(left).sum();
-        let waiting: usize = self.waiting.iter().map(|w| w.request.prompt.len()).sum();
+        let (free, all) = (self.pools.free().pages + self.pools.idle(), self.pools.all().pages);
+        let backlog = self.running.iter().chain(&self.waiting).map(Sequence::backlog).sum::<usize>();
+        let deferred = (self.queue.rows + self.queue.lane).min(self.waiting.len());
+        let prefix = self.tree.counters();
         Snapshot {
             running: self.running.len(),
-            waiting_capacity: self.waiting.len(),
-            waiting_deferred: 0,
+            waiting_capacity: self.waiting.len() - deferred,
+            waiting_deferred: deferred,
             page_use: (all - free) as f64 / all.max(1) as f64,
-            backlog_tokens: (running + waiting) as u64,
-            prefill_rate: self.stats.prefill_rate(),
+            backlog_tokens: backlog as u64,
+            prefill_rate: self.rates.prefill_rate().unwrap_or(0.0),
             generated_tokens: self.stats.decode_tokens,
+            record_error: self.recorder.as_ref().and_then(|r| r.error()).map(ToOwned::to_owned),
             dead: None,
             stuck: false,
             counters: Counters {
+                prefix_queries: prefix.query_tokens,
+                prefix_hits: prefix.hit_tokens,
+                prefix_misses: Miss::ALL.map(|miss| (miss.name().to_owned(), prefix.misses_by(miss))).to_vec(),
                 media_queries,
                 media_hits,
                 drafts: self.stats.drafts.clone(),
@@ -279,17 +222,11 @@ impl<B: Backend> Generator<B> {
     }
 
     /// Forgets all cached prefixes; what running sequences use stays theirs.
-    pub fn reset_prefix_cache(&mut self) {}
-
-    /// Images and clips looked up in the cache of features, and found there.
-    pub fn media_lookups(&self) -> (u64, u64) {
-        let counters = self.features.counters();
-        (counters.queries, counters.hits)
-    }
-
-    /// Starts counting anew.
-    pub fn reset_stats(&mut self) {
-        self.stats = Stats::default();
+    pub fn reset_prefix_cache(&mut self) {
+        self.tree.clear();
+        if let Some(recorder) = &mut self.recorder {
+            recorder.reset();
+        }
     }
 
     /// Sequences that have not ended: waiting and running.
@@ -340,79 +277,58 @@ impl<B: Backend> Generator<B> {
         self.submit_constrained(request, None)
     }
 
-    /// As [`Generator::submit`], with a constraint on the answer behind its reasoning.
+    /// As [`Generator::submit`], with the constraint that follows [`Request::structure`].
     ///
     /// # Errors
-    /// As [`Rules::check`].
+    /// As [`Rules::check`]; [`EngineError::Parameter`] when one of structure and constraint comes without the other.
     pub fn submit_constrained(
         &mut self,
         mut request: Request,
         constraint: Option<Box<dyn Constraint>>,
     ) -> Result<SequenceId, EngineError> {
         self.rules.check(&request)?;
-        if let Some(constraint) = constraint {
-            let expected = "none, as this engine does not constrain answers";
-            return Err(EngineError::parameter("structure", expected, format!("{constraint:?}")));
+        if request.structure.is_some() != constraint.is_some() {
+            let expected = "a constraint exactly where there is a structure";
+            return Err(EngineError::parameter("structure", expected, format!("{:?}", request.structure)));
         }
         let id = SequenceId(self.next_id);
-        self.next_id += 1;
-        let seed = crate::random::key(self.seed, id.0).cast_signed();
+        let seed = crate::random::key(self.settings.seed, id.0).cast_signed();
         request.sampling.seed.get_or_insert(seed);
-        self.waiting.push_back(Waiting { id, request, submitted: self.now() });
+        let answer = Answer::new(&request, &self.answers, constraint)?;
+        self.next_id += 1;
+        let submitted = self.clock.read();
+        if let Some(recorder) = &mut self.recorder {
+            recorder.submit(id, &request, self.clock.take());
+        }
+        let mut sequence = Sequence::new(id, request, answer, submitted);
+        let request = &sequence.request;
+        sequence.depth = request.depth.map_or(self.rules.depth, |depth| depth as usize);
+        sequence.placeholders = self.rules.placeholders(&request.prompt).collect();
+        if self.settings.prefix_caching && request.prompt_logprobs.is_none() {
+            sequence.keys = Some(PageKeys::new(request.cache_salt.as_deref(), spans(&request.media)));
+        }
+        if let Some(keys) = &mut sequence.keys {
+            keys.extend(&sequence.tokens);
+        }
+        self.waiting.push_back(sequence);
         Ok(id)
     }
 
     /// Ends a sequence, waiting or running, and gives back what it holds. `None` when it has ended already.
     pub fn abort(&mut self, id: SequenceId) -> Option<Finish> {
-        let now = self.now();
-        let finish = |times: Times, cost: Cost| Finish { reason: FinishReason::Abort, cost: times.cost(cost, now) };
-        if let Some(at) = self.waiting.iter().position(|waiting| waiting.id == id) {
-            let submitted = self.waiting.remove(at)?.submitted;
-            return Some(finish(Times { submitted, ..Times::default() }, Cost::default()));
-        }
-        let at = self.running.iter().position(|s| s.id == id)?;
-        let sequence = self.running.remove(at);
-        Some(finish(sequence.times, sequence.cost))
-    }
-
-    /// One step: whether there was anything to do. `sink` takes one event for each sequence that got tokens or ended, in
-    /// order of their rows; a sequence whose sink says [`Flow::Stop`] is aborted.
-    ///
-    /// # Errors
-    /// [`EngineError::Model`] when the forward pass fails, [`EngineError::NoToken`] when its logits are unusable. Running
-    /// sequences are then in an undefined place; [`Generator::abort`] them.
-    pub fn step(&mut self, sink: Sink<'_>) -> Result<bool, EngineError> {
-        let start = self.now();
-        self.admit(start, sink);
-        let plan = schedule(&self.running, self.max_rows);
-        if plan.entries.is_empty() {
-            return Ok(false);
-        }
-        let hidden = self.model.config().hidden_size;
-        for (place, &(index, feature)) in plan.features.iter().enumerate() {
-            let values = self.running[index].feature(feature, hidden);
-            let values = values.ok_or(EngineError::Broken("every placeholder in a step has features"))?;
-            self.model.set_feature(place, values)?;
-        }
-        self.model.forward(&plan.step, &mut ())?;
-        self.counters.step(plan.step.rows());
-        let kinds = plan.rows_by_kind(&self.running);
-        let mut trails = Vec::with_capacity(plan.entries.len());
-        for entry in &plan.entries {
-            let position = self.running[entry.index].computed;
-            let rows = self.advance(entry)?;
-            let sequence = &self.running[entry.index];
-            let drafts = sequence.phase == Phase::Prefill || sequence.useful_drafts() > 0;
-            if sequence.depth > 0 && drafts && !sequence.is_finished() {
-                let source = entry.row as u32;
-                trails.push(Trail { index: entry.index, position, rows, source, from: HiddenSource::Trunk });
+        let waiting = self.waiting.iter().position(|s| s.id == id);
+        let sequence = match waiting {
+            Some(at) => self.waiting.remove(at)?,
+            None => {
+                let at = self.running.iter().position(|s| s.id == id)?;
+                self.running.remove(at)
             }
+        };
+        let now = self.clock.read();
+        if let Some(recorder) = &mut self.recorder {
+            recorder.abort(id, self.clock.take());
         }
-        propose(&mut self.model, &mut self.running, &trails, self.drafting, &mut self.sampler, &mut self.row)?;
-        let now = self.now();
-        self.stats.book(now - start, kinds.0, kinds.1);
-        self.report(now, sink);
-        Ok(true)
+        Some(Finish { reason: FinishReason::Abort, cost: sequence.times.cost(sequence.cost, now) })
     }
 
     /// Steps until nothing is left.
@@ -432,7 +348,7 @@ impl<B: Backend> Generator<B> {
     pub fn generate(&mut self, request: Request, token: &mut dyn FnMut(u32) -> Flow) -> Result<Output, EngineError> {
         let id = self.submit(request)?;
         let (mut collector, mut output, mut stopped) = (Collector::default(), None, false);
-        while output.is_none() && !stopped {
+        while output.is_none() {
             let step = self.step(&mut |sequence, mut event| {
                 if sequence != id {
                     return Flow::Continue;
@@ -451,9 +367,14 @@ impl<B: Backend> Generator<B> {
                 output = collector.take(event);
                 if stopped { Flow::Stop } else { Flow::Continue }
             });
-            if let Err(error) = step {
-                self.abort(id);
-                return Err(error);
+            match step {
+                Ok(true) => {}
+                Ok(false) if output.is_some() => {}
+                Ok(false) => return Err(EngineError::Broken("a sequence ends with an event")),
+                Err(error) => {
+                    self.abort(id);
+                    return Err(error);
+                }
             }
         }
         match output {
@@ -463,146 +384,45 @@ impl<B: Backend> Generator<B> {
         }
     }
 
-    /// Seconds since loading.
-    fn now(&self) -> f64 {
-        self.began.elapsed().as_secs_f64()
+    /// Whether nothing has been asked of it yet.
+    pub(crate) fn is_fresh(&self) -> bool {
+        self.next_id == 0 && self.steps == 0
     }
 
-    /// Starts waiting sequences, first come first served, while slots and pages last.
-    fn admit(&mut self, now: f64, sink: Sink<'_>) {
-        while let Some(waiting) = self.waiting.front() {
-            let limit = self.rules.extent(&waiting.request);
-            let Some(reservation) = self.pools.reserve(need(limit)) else { break };
-            let Some(Waiting { id, request, submitted }) = self.waiting.pop_front() else { break };
-            let mut times = Times { submitted, started: Some(now), first_token: None };
-            let features = match self.media_features(&request.media) {
-                Ok(features) => features,
-                Err(error) => {
-                    times.started = None;
-                    let reason = FinishReason::Error(RequestError::Internal(error.to_string()));
-                    let finish = Some(Finish { reason, cost: times.cost(Cost::default(), now) });
-                    sink(id, TokenEvent { finish, ..TokenEvent::default() });
-                    continue;
-                }
-            };
-            self.running.push(Sequence {
-                id,
-                tokens: request.prompt.to_vec(),
-                limit,
-                computed: 0,
-                fold: 0,
-                drafts: Vec::new(),
-                depth: request.depth.map_or(self.rules.depth, |depth| depth as usize),
-                phase: Phase::Prefill,
-                reservation,
-                history: History::new(&request.sampling, &request.prompt),
-                placeholders: self.rules.placeholders(&request.prompt).collect(),
-                features,
-                ends: if request.limits.ignore_eos { [].into() } else { Arc::clone(&self.ends) },
-                event: TokenEvent::default(),
-                cost: Cost::default(),
-                times,
-                request,
-            });
-        }
+    /// What a log of this engine begins with.
+    pub(crate) fn header(&self) -> Header {
+        Header::new(self.config_digest.clone(), self.settings.clone())
     }
 
-    /// Features of media, from the cache where it has them.
-    fn media_features(&mut self, media: &[Media]) -> Result<Vec<Arc<[f32]>>, EngineError> {
-        let mut all = Vec::with_capacity(media.len());
-        for item in media {
-            let key = FeatureKey { digest: item.digest, kind: item.kind, tokens: item.tokens };
-            let features = match self.features.find(&key) {
-                Some(features) => features,
-                None => {
-                    let features: Arc<[f32]> = Arc::from(self.features(&item.patches)?);
-                    self.features.keep(key, Arc::clone(&features));
-                    features
-                }
-            };
-            all.push(features);
-        }
-        Ok(all)
+    /// Writes everything that decides about later steps, and what they yield, to `recorder`.
+    pub(crate) fn attach(&mut self, recorder: Recorder) {
+        self.clock.keep();
+        self.recorder = Some(recorder);
     }
 
-    /// Takes in the results of a sequence's rows: judges drafts and chooses a token. Gives the number of rows that are final.
-    fn advance(&mut self, entry: &Entry) -> Result<usize, EngineError> {
-        let sequence = &mut self.running[entry.index];
-        let prefill = sequence.phase == Phase::Prefill;
-        if prefill {
-            self.stats.prefill_tokens += entry.rows as u64;
-        }
-        let Some(first) = entry.logits else {
-            sequence.computed += entry.rows;
-            return Ok(entry.rows);
-        };
-        sequence.phase = Phase::Decode;
-        sequence.features.clear();
-        let drafts = std::mem::take(&mut sequence.drafts);
-        let (mut accepted, mut judged) = (0, entry.drafts);
-        for i in 0..=entry.drafts {
-            self.model.logits(first + i, &mut self.row)?;
-            let index = sequence.output().len();
-            let position = sequence.tokens.len();
-            let params = &sequence.request.sampling;
-            let (row, history) = (&mut self.row, &sequence.history);
-            let banned: Vec<u32> = sequence.banned(index).collect();
-            let (token, stands) = match drafts.get(i) {
-                Some(draft) => {
-                    let choice = self.sampler.choose(row, params, history, &banned, position)?;
-                    match judge(&choice, draft, params.key(), position) {
-                        Verdict::Accepted => (draft.token, true),
-                        Verdict::Replaced(token) => (token, false),
-                    }
-                }
-                None => (self.sampler.next(row, params, history, &banned, position)?, false),
-            };
-            accepted += usize::from(stands);
-            sequence.push(token, None);
-            if !prefill {
-                self.stats.decode_tokens += 1;
-            }
-            if stands && sequence.is_finished() {
-                // Drafts behind the end are nobody's text: they count neither for nor against the drafter.
-                judged = i + 1;
-            }
-            if !stands || sequence.is_finished() {
-                break;
-            }
-        }
-        if entry.drafts > 0 {
-            self.stats.drafts.record(judged, accepted);
-            sequence.cost.draft_steps += 1;
-            sequence.cost.drafted += judged as u32;
-            sequence.cost.accepted += accepted as u32;
-        }
-        let finals = entry.rows - entry.drafts + accepted;
-        sequence.computed += finals;
-        sequence.fold = accepted;
-        Ok(finals)
+    /// The clock, for a replay.
+    pub(crate) fn clock_mut(&mut self) -> &mut Clock {
+        &mut self.clock
     }
 
-    /// Hands out what the step produced, and takes out the sequences that ended.
-    fn report(&mut self, now: f64, sink: Sink<'_>) {
-        self.running.retain_mut(|sequence| {
-            let mut event = std::mem::take(&mut sequence.event);
-            if !event.tokens.is_empty() {
-                sequence.times.first_token.get_or_insert(now);
-            }
-            if let Phase::Finished(reason) = &sequence.phase {
-                event.finish = Some(Finish { reason: reason.clone(), cost: sequence.times.cost(sequence.cost, now) });
-            }
-            if event == TokenEvent::default() {
-                return true;
-            }
-            let flow = sink(sequence.id, event);
-            flow == Flow::Continue && !sequence.is_finished()
-        });
+    /// Takes the recorder back.
+    pub(crate) fn detach(&mut self) -> Option<Recorder> {
+        self.recorder.take()
     }
 }
 
-/// Takes the events of a step.
-pub type Sink<'a> = &'a mut dyn FnMut(SequenceId, TokenEvent) -> Flow;
+/// SHA-256 of the configuration, in hexadecimal: of its file where there is one.
+fn config_digest(checkpoint: &Checkpoint) -> String {
+    let digest = match checkpoint.file("config.json") {
+        Some(file) => Sha256::digest(file.as_slice()),
+        None => Sha256::digest(format!("{:?}", checkpoint.config())),
+    };
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
 
-/// Rows of logits kept for scoring, beyond what decoding needs.
-const LOGIT_ROWS: usize = 64;
+/// Where media stand, for the names of pages.
+fn spans(media: &[Media]) -> Vec<crate::prefix::MediaSpan> {
+    let span =
+        |m: &Media| crate::prefix::MediaSpan { digest: m.digest, kind: m.kind, start: m.start, tokens: m.tokens };
+    media.iter().map(span).collect()
+}

@@ -25,6 +25,9 @@
 //! | `draft` | the draft layer's schedule |
 //! | [`score`] | log-probabilities of given tokens |
 //! | [`random`] | draws keyed by seed, position and purpose |
+//! | [`settings`] | sizes and choices |
+//! | [`record`] | a run as a log that replays |
+//! | `clock` | the engine's clock |
 //! | [`worker`] | a generator on a thread of its own, for front ends |
 //! | [`stats`] | what was done, how fast, how many drafts were right |
 //!
@@ -34,6 +37,7 @@
 #![forbid(unsafe_code)]
 
 mod best;
+mod clock;
 pub mod constraint;
 pub mod depth;
 mod draft;
@@ -47,6 +51,7 @@ pub mod pools;
 pub mod prefix;
 pub mod random;
 pub mod rates;
+pub mod record;
 pub mod request;
 pub mod rows;
 pub mod rules;
@@ -54,6 +59,7 @@ pub mod sampling;
 pub mod schedule;
 pub mod score;
 pub mod sequence;
+pub mod settings;
 pub mod speculate;
 pub mod stats;
 pub mod synthetic;
@@ -61,14 +67,16 @@ pub mod thinking;
 pub mod worker;
 
 pub use error::EngineError;
-pub use generate::{DraftSampling, Generator, IndexSharing, Settings};
+pub use generate::{Generator, Sink};
 pub use pools::{Need, Page, PageTable, Pools, Reservation, Slot};
 pub use prefix::{PageKeys, PrefixTree};
+pub use record::{ReplayError, Replayed, replay};
 pub use request::{FinishReason, Output, Request, Sampling, TokenEvent};
 pub use rows::{Answer, AnswerRules, Judged, RowJudge, RowMask};
 pub use rules::Rules;
 pub use sampling::{Distribution, Sampler};
 pub use score::ScoredRow;
 pub use sequence::{Flow, SequenceId};
+pub use settings::{DraftSampling, IndexSharing, Settings};
 pub use stats::{Counters, DraftCounts, Snapshot, Stats};
 pub use worker::{EventSink, Facts, Refused, Worker, WorkerSettings};

@@ -4,7 +4,7 @@
 //! A row wants logits when it is the newest known token's, a draft's, or one of a prompt whose log-probabilities were asked
 //! for.
 
-use glimmer_tensor::{FeatureRow, PAGE_TOKENS, Segment, Step};
+use glimmer_tensor::{FeatureRow, Segment, Step};
 
 use crate::{
     schedule::{Decision, Work},
@@ -22,10 +22,14 @@ pub struct Entry {
     pub rows: usize,
     /// Drafts among the rows (all but the first row of a decoding sequence).
     pub drafts: usize,
-    /// Index of the first wanted logits, if any are wanted.
-    pub logits: Option<usize>,
-    /// Number of wanted logits.
+    /// Index of the first wanted logits among those of the step.
+    pub logits: usize,
+    /// Number of wanted logits: the last rows.
     pub wanted: usize,
+    /// The newest known token is among the rows: its row and those of the drafts decide about tokens.
+    pub newest: bool,
+    /// The rows score the prompt.
+    pub scored: bool,
 }
 
 /// A step and what its rows are.
@@ -70,40 +74,9 @@ impl Plan {
     }
 }
 
-/// Plans the next step of up to `max_rows` rows for sequences that hold all the pages they will ever need: newest tokens and
-/// drafts first, then prompts in order of arrival.
-pub fn schedule(sequences: &[Sequence], max_rows: usize) -> Plan {
-    let mut plan = Plan::default();
-    let in_phase = |phase| sequences.iter().enumerate().filter(move |(_, s)| s.phase == phase);
-    let work = |s: &Sequence, rows, drafts| Work { id: s.id, rows, drafts, pages_after: 0, scored: false };
-    for (index, sequence) in in_phase(Phase::Decode) {
-        let drafts = sequence.drafts.len();
-        if plan.step.rows() + 1 + drafts <= max_rows {
-            plan.add(index, sequence, &work(sequence, 1 + drafts, drafts));
-        }
-    }
-    for (index, sequence) in in_phase(Phase::Prefill) {
-        let rows = chunk(sequence, max_rows - plan.step.rows());
-        if rows > 0 {
-            plan.add(index, sequence, &work(sequence, rows, 0));
-        }
-    }
-    plan
-}
-
-/// Prompt rows that fit the budget.
-fn chunk(sequence: &Sequence, budget: usize) -> usize {
-    let (done, all) = (sequence.computed, sequence.request.prompt.len());
-    let end = all.min(done + budget);
-    if end == all {
-        return all - done;
-    }
-    let aligned = end / PAGE_TOKENS * PAGE_TOKENS;
-    (if aligned > done { aligned } else { end }) - done
-}
-
 impl Plan {
     fn add(&mut self, index: usize, sequence: &Sequence, work: &Work) {
+        let Some((slot, pages)) = sequence.place() else { return };
         let step = &mut self.step;
         let (rows, drafts) = (work.rows, work.drafts);
         let (row, position) = (step.rows(), sequence.computed);
@@ -111,15 +84,15 @@ impl Plan {
         step.tokens.extend(&sequence.tokens[position..position + known]);
         step.tokens.extend(sequence.drafts[..drafts].iter().map(|d| d.token));
         step.segments.push(Segment {
-            slot: sequence.reservation.slot(),
+            slot,
             position: position as u32,
             rows: rows as u32,
             fold: sequence.fold as u32,
             commit: (rows - drafts) as u32,
             first_page: step.pages.len() as u32,
-            pages: sequence.reservation.pages().len() as u32,
+            pages: pages.len() as u32,
         });
-        step.pages.extend(sequence.reservation.pages());
+        step.pages.extend(pages);
 
         let first = sequence.placeholders.partition_point(|&p| p < position);
         let last = sequence.placeholders.partition_point(|&p| p < position + known);
@@ -135,22 +108,25 @@ impl Plan {
         if let Some(first) = wanted {
             step.logits.extend((first..row + rows).map(|r| r as u32));
         }
-        let (logits, wanted) = (wanted.map(|_| start), step.logits.len() - start);
-        self.entries.push(Entry { index, row, rows, drafts, logits, wanted });
+        let wanted = step.logits.len() - start;
+        let (newest, scored) = (newest.is_some(), work.scored);
+        self.entries.push(Entry { index, row, rows, drafts, logits: start, wanted, newest, scored });
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use glimmer_tensor::CacheShape;
+    use glimmer_tensor::{CacheShape, PAGE_TOKENS};
 
     use super::*;
     use crate::{
         Request, SequenceId,
-        pools::{Pools, need},
-        request::{Cost, TokenEvent},
-        sampling::History,
-        sequence::Times,
+        policy::Policy,
+        pools::{PageTable, Pools, need},
+        rates::Rates,
+        rows::{Answer, AnswerRules},
+        schedule::{Resources, Views},
+        sequence::Place,
         speculate::Draft,
     };
 
@@ -180,32 +156,47 @@ mod tests {
         let decoding = output > 0;
         let fold = if decoding { DEPTH.min(output - 1) } else { 0 };
         let request = Request::new(tokens[..prompt].to_vec(), (CONTEXT - prompt) as u32);
+        let rules = AnswerRules { vocabulary: 1 << 16, context: CONTEXT, end_tokens: Vec::new(), reasoning_end: None };
+        let answer = Answer::new(&request, &rules, None).unwrap();
+        let mut table = PageTable::default();
+        assert!(table.grow(pools, need(CONTEXT).pages));
         Sequence {
-            id: SequenceId(prompt as u64),
-            limit: CONTEXT,
+            place: Some(Place { slot: pools.slot().unwrap(), table }),
             computed: if decoding { prompt + output - 1 } else { computed },
             fold,
             drafts: (0..drafts as u32).map(|i| Draft { token: 9000 + i, drawn_from: None }).collect(),
             depth: DEPTH,
             phase: if decoding { Phase::Decode } else { Phase::Prefill },
-            reservation: pools.reserve(need(CONTEXT)).unwrap(),
-            history: History::default(),
             placeholders: (0..prompt).step_by(3).collect(),
-            features: Vec::new(),
-            ends: [].into(),
-            event: TokenEvent::default(),
-            cost: Cost::default(),
-            times: Times::default(),
             tokens,
-            request,
+            ..Sequence::new(SequenceId(prompt as u64), request, answer, 0.0)
         }
+    }
+
+    /// The plan of up to `rows` rows for sequences that hold all their pages and came in their order.
+    fn schedule(running: &mut [Sequence], rows: usize) -> Plan {
+        running.iter_mut().zip(0..).for_each(|(sequence, id)| sequence.id = SequenceId(id));
+        let views: Vec<_> = running.iter().map(|sequence| sequence.view((0, 0), rows)).collect();
+        let resources = Resources {
+            rows,
+            logits: SLOTS * (DEPTH + 1),
+            free_slots: 0,
+            free_pages: 0,
+            all_pages: shape().pages,
+            sequences: SLOTS,
+            step: 0,
+        };
+        let (views, policy) =
+            (Views { running: &views, waiting: &[] }, Policy { itl_target: None, ..Policy::default() });
+        Plan::build(&crate::schedule::schedule(&views, &resources, &policy, &Rates::default(), 0.0), running)
     }
 
     #[test]
     fn decoding_rows_come_first_and_prompts_share_the_rest() {
         let pools = Pools::new(SLOTS, 0, shape().pages);
-        let running = [sequence(&pools, 300, 0, 0, 0), sequence(&pools, 20, 0, 5, 2), sequence(&pools, 10, 4, 0, 0)];
-        let plan = schedule(&running, 80);
+        let mut running =
+            [sequence(&pools, 300, 0, 0, 0), sequence(&pools, 20, 0, 5, 2), sequence(&pools, 10, 4, 0, 0)];
+        let plan = schedule(&mut running, 80);
         let rows: Vec<(usize, usize, usize)> = plan.entries.iter().map(|e| (e.index, e.row, e.rows)).collect();
         // Decoding: the newest token and two drafts. The long prompt stops at a page; the short one finds room.
         assert_eq!(rows, [(1, 0, 3), (0, 3, 64), (2, 67, 6)]);
@@ -213,7 +204,10 @@ mod tests {
         assert_eq!(plan.step.segments[0].commit, 1);
         assert_eq!(plan.step.segments[0].fold, 3);
         assert_eq!(plan.step.logits, [0, 1, 2, 72], "all verifying rows and the last row of the finished prompt");
-        assert_eq!(plan.entries.iter().map(|e| e.logits).collect::<Vec<_>>(), [Some(0), None, Some(3)]);
+        assert_eq!(
+            plan.entries.iter().map(|e| (e.logits, e.newest)).collect::<Vec<_>>(),
+            [(0, true), (3, false), (3, true)]
+        );
         assert_eq!(plan.rows_by_kind(&running), (70, 3));
         // Pictures: positions 0, 3, .. 63 of the long prompt, 6 and 9 of the short one.
         assert_eq!(plan.features.len(), 22 + 2);
@@ -248,7 +242,7 @@ mod tests {
         assert_eq!(places, [(1, 0, 2), (0, 2, 64), (2, 66, 10), (3, 76, 35)], "who is gone is left out");
         // One of two drafts; no row of a chunk inside its prompt; every scored row; the newest token of who starts again.
         let wanted: Vec<_> = plan.entries.iter().map(|e| (e.drafts, e.logits, e.wanted)).collect();
-        assert_eq!(wanted, [(1, Some(0), 2), (0, None, 0), (0, Some(2), 10), (0, Some(12), 1)]);
+        assert_eq!(wanted, [(1, 0, 2), (0, 2, 0), (0, 2, 10), (0, 12, 1)]);
         let rows: Vec<u32> = [0, 1].into_iter().chain(66..76).chain([110]).collect();
         assert_eq!(plan.step.logits, rows);
         assert_eq!((plan.step.tokens[1], plan.step.tokens[2], plan.step.tokens[110]), (9000, 64, 34));
@@ -256,7 +250,7 @@ mod tests {
 
     #[test]
     fn nothing_to_do_is_an_empty_plan() {
-        assert_eq!(schedule(&[], 10), Plan::default());
+        assert_eq!(schedule(&mut [], 10), Plan::default());
     }
 
     proptest::proptest! {
@@ -266,21 +260,26 @@ mod tests {
             spare in 0usize..200,
         ) {
             let pools = Pools::new(SLOTS, 0, shape().pages);
-            let running: Vec<Sequence> = kinds
+            let mut running: Vec<Sequence> = kinds
                 .iter()
                 .map(|&(prompt, computed, output, drafts)| {
                     sequence(&pools, prompt, computed % prompt, output, if output > 0 { drafts } else { 0 })
                 })
                 .collect();
             let max_rows = SLOTS * (DEPTH + 1) + spare;
-            let plan = schedule(&running, max_rows);
+            let plan = schedule(&mut running, max_rows);
             proptest::prop_assert!(plan.step.validate(&shape()).is_ok());
             proptest::prop_assert!(plan.step.rows() <= max_rows && plan.step.rows() > 0);
             proptest::prop_assert!(plan.step.logits.len() <= SLOTS * (DEPTH + 1));
             for (index, s) in running.iter().enumerate() {
                 let entry = plan.entries.iter().find(|e| e.index == index);
                 if s.phase == Phase::Decode {
-                    proptest::prop_assert_eq!(entry.map(|e| e.rows), Some(1 + s.drafts.len()));
+                    let rows = entry.map_or(0, |e| e.rows);
+                    // Drafts may give way to a page of a prompt, the newest token does not.
+                    let all = spare > PAGE_TOKENS || running.iter().all(|s| s.phase == Phase::Decode);
+                    proptest::prop_assert!(rows >= 1 && rows <= 1 + s.drafts.len());
+                    proptest::prop_assert!(!all || rows == 1 + s.drafts.len());
+                    proptest::prop_assert_eq!(entry.map(|e| e.drafts), Some(rows - 1));
                 }
             }
             // The oldest prompt advances, whatever else runs.
@@ -292,7 +291,7 @@ mod tests {
                 let end = s.computed + entry.rows;
                 if s.phase == Phase::Prefill {
                     proptest::prop_assert!(end <= s.request.prompt.len());
-                    proptest::prop_assert_eq!(entry.logits.is_some(), end == s.request.prompt.len());
+                    proptest::prop_assert_eq!(entry.newest, end == s.request.prompt.len());
                 }
             }
         }

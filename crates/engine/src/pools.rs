@@ -188,6 +188,11 @@ impl Page {
         }
     }
 
+    /// Whether anybody but this holder has it, the prefix tree not counted.
+    pub(crate) fn has_other_holders(&self) -> bool {
+        Arc::strong_count(&self.lease) > 1
+    }
+
     pub(crate) fn weak(&self) -> WeakPage {
         WeakPage(Arc::downgrade(&self.lease))
     }
@@ -196,6 +201,13 @@ impl Page {
 /// Finds the holders of a page without being one.
 #[derive(Debug)]
 pub(crate) struct WeakPage(Weak<Lease>);
+
+impl WeakPage {
+    /// Whether somebody holds the page.
+    pub(crate) fn is_held(&self) -> bool {
+        self.0.strong_count() > 0
+    }
+}
 
 /// The tree's share of a page.
 #[derive(Debug)]

@@ -188,6 +188,13 @@ impl PrefixTree {
         self.deepest(keys, most_tokens).map_or(0, |node| self.node(node).depth as usize * PAGE_TOKENS)
     }
 
+    /// As [`PrefixTree::peek`], and how many pages of the hit sequences hold now: the first ones of its chain.
+    pub fn peek_held(&self, keys: &PageKeys, most_tokens: usize) -> (usize, usize) {
+        let tokens = self.peek(keys, most_tokens);
+        let held = |key: &PageKey| self.by_key.get(key).is_some_and(|&id| self.node(id).holders.is_held());
+        (tokens, keys.keys()[..tokens / PAGE_TOKENS].partition_point(held))
+    }
+
     /// The deepest saved state at a position of at most `most_tokens` on the chain of `keys`, with all pages before it.
     ///
     /// A sequence passes one less than its tokens, so that a row is left to compute.

@@ -18,6 +18,8 @@ pub struct Rules {
     pub placeholder: Option<u32>,
     /// Whether the model has a vision tower.
     pub vision: bool,
+    /// Whether the token that ends reasoning is known.
+    pub reasoning: bool,
     /// Most drafts a step.
     pub depth: usize,
     /// Pages in all.
@@ -52,6 +54,12 @@ impl Rules {
         }
         if let Some(depth) = request.depth.filter(|&depth| depth as usize > self.depth) {
             return Err(EngineError::parameter("depth", format!("at most {}", self.depth), depth));
+        }
+        let needs_end = request.structure.is_some() || request.thinking_budget.is_some();
+        if request.starts_in_reasoning && needs_end && !self.reasoning {
+            let expected =
+                "false where a structure or a thinking budget is asked for, as the end of reasoning is not known";
+            return Err(EngineError::parameter("starts_in_reasoning", expected, true));
         }
         if let Some(start) = request.turn_start.filter(|&start| start >= prompt) {
             return Err(EngineError::parameter("turn_start", format!("an index below {prompt}"), start));

@@ -5,7 +5,11 @@
 
 use glimmer_tensor::{Backend, FeatureRow, Segment, Step};
 
-use crate::{EngineError, Generator, pools::need, sampling::largest};
+use crate::{
+    EngineError, Generator,
+    pools::{PageTable, need},
+    sampling::largest,
+};
 
 /// What a model says after one position.
 #[derive(Debug, Clone, Copy)]
@@ -45,10 +49,12 @@ impl<B: Backend> Generator<B> {
         self.rules.check_tokens(tokens)?;
         self.rules.check_features(tokens, features.len() / self.model.config().hidden_size)?;
         let needed = need(tokens.len());
-        let reservation = self
-            .pools
-            .reserve(needed)
-            .ok_or(EngineError::NeverFits { need: needed.pages, available: self.pools.free().pages })?;
+        let no_room = || EngineError::NeverFits { need: needed.pages, available: self.pools.free().pages };
+        let slot = self.pools.slot().ok_or_else(no_room)?;
+        let mut table = PageTable::default();
+        if !self.tree.grow(&mut table, needed.pages) {
+            return Err(no_room());
+        }
         let hidden = self.model.config().hidden_size;
         let placeholders: Vec<usize> = self.rules.placeholders(tokens).collect();
         let chunk = self.model.limits().max_rows.min(self.model.limits().max_logits);
@@ -56,12 +62,12 @@ impl<B: Backend> Generator<B> {
             let rows = chunk.min(tokens.len() - position);
             let mut step = Step {
                 tokens: tokens[position..position + rows].to_vec(),
-                pages: reservation.pages().to_vec(),
+                pages: table.ids().to_vec(),
                 logits: (0..rows as u32).collect(),
                 ..Step::default()
             };
             step.segments.push(Segment {
-                slot: reservation.slot(),
+                slot: slot.id(),
                 position: position as u32,
                 rows: rows as u32,
                 fold: 0,
@@ -77,8 +83,9 @@ impl<B: Backend> Generator<B> {
             }
             self.model.forward(&step, &mut ())?;
             for i in 0..rows {
-                self.model.logits(i, &mut self.row)?;
-                let logits = &mut self.row[..self.rules.vocabulary];
+                let (_, values) = self.judge.scratch();
+                self.model.logits(i, values)?;
+                let logits = &mut values[..self.rules.vocabulary];
                 let at = position + i;
                 let top = log_softmax(logits).map_err(|reason| EngineError::NoToken { position: at + 1, reason })?;
                 row(&ScoredRow { position: at, log_probabilities: logits, top });

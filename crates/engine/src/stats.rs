@@ -98,6 +98,8 @@ pub struct Snapshot {
     pub prefill_rate: f64,
     /// Tokens generated so far.
     pub generated_tokens: u64,
+    /// Why steps are no longer recorded, if they should be.
+    pub record_error: Option<String>,
     /// Why the engine has ended, if it has.
     pub dead: Option<String>,
     /// Whether work is pending and no step has finished for too long.

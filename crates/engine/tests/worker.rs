@@ -11,7 +11,7 @@ use std::{
 
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{
-    EngineError, EventSink, FinishReason, Generator, Output, Refused, Request, Settings, TokenEvent, Worker,
+    EngineError, EventSink, FinishReason, Generator, Output, Refused, Request, Settings, Snapshot, TokenEvent, Worker,
     WorkerSettings,
     request::{Collector, RequestError},
 };
@@ -39,6 +39,14 @@ fn request(length: u32, new: u32) -> Request {
 fn submit(worker: &Worker, request: Request) -> (u64, Receiver<TokenEvent>) {
     let (sink, events) = channel();
     (worker.submit(request, None, Box::new(Events(sink))).unwrap(), events)
+}
+
+/// Waits until the worker says that one sequence runs and nothing is left of prompts.
+fn until_decoding(worker: &Worker) {
+    let decoding = |s: &Snapshot| (s.running, s.waiting_capacity, s.backlog_tokens) == (1, 0, 0);
+    while !decoding(&worker.snapshot()) {
+        std::thread::yield_now();
+    }
 }
 
 fn collect(events: &Receiver<TokenEvent>) -> Output {
@@ -98,8 +106,8 @@ fn aborts_and_deaf_sinks_free_their_place_and_shutdown_ends_the_rest() {
 fn limits_refuse_at_once_and_bad_requests_say_their_field() {
     let settings = WorkerSettings { queued_requests: Some(2), queued_tokens: Some(100), ..WorkerSettings::default() };
     let (worker, _) = Worker::spawn(|| load(1), settings).unwrap();
-    let (_, running) = submit(&worker, request(20, 450));
-    running.recv().unwrap();
+    let (_, _running) = submit(&worker, request(20, 450));
+    until_decoding(&worker);
     // One runs and its prompt is computed; a prompt beyond the limit is taken when nothing else waits.
     let (_, _large) = submit(&worker, request(150, 5));
     let refused = |request| worker.submit(request, None, Box::new(Events(channel().0))).unwrap_err();
@@ -115,8 +123,8 @@ fn limits_refuse_at_once_and_bad_requests_say_their_field() {
 
     let settings = WorkerSettings { queued_requests: Some(1), ..WorkerSettings::default() };
     let (worker, _) = Worker::spawn(|| load(1), settings).unwrap();
-    let (_, running) = submit(&worker, request(20, 450));
-    running.recv().unwrap();
+    let (_, _running) = submit(&worker, request(20, 450));
+    until_decoding(&worker);
     let (_, _waiting) = submit(&worker, request(20, 5));
     let busy = worker.submit(request(1, 5), None, Box::new(Events(channel().0))).unwrap_err();
     assert!(matches!(&busy, Refused::Overloaded { limit, .. } if limit.contains('1')), "{busy:?}");

@@ -42,6 +42,11 @@ impl PageTable {
         self.pages.is_empty()
     }
 
+    /// How many pages other sequences hold as well: the first ones, because whoever holds a page holds those before it.
+    pub fn shared(&self) -> usize {
+        self.pages.partition_point(Page::has_other_holders)
+    }
+
     /// Grows to so many pages from the free ones, or not at all: whether it has so many now.
     pub fn grow(&mut self, pools: &Pools, pages: usize) -> bool {
         let more = pages.saturating_sub(self.len());
@@ -69,6 +74,18 @@ impl PageTable {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn pages_with_other_holders_are_counted() {
+        let pools = Pools::new(0, 0, 3);
+        let (mut table, mut other) = (PageTable::default(), PageTable::default());
+        assert!(table.grow(&pools, 3));
+        assert_eq!(table.shared(), 0);
+        table.pages()[..2].iter().for_each(|page| other.push(page.clone()));
+        assert_eq!((table.shared(), other.shared()), (2, 2));
+        drop(other);
+        assert_eq!(table.shared(), 0);
+    }
 
     #[test]
     fn tables_grow_to_a_size_or_not_at_all() {
