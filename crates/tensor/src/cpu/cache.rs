@@ -156,6 +156,22 @@ impl CpuCache {
         Ok(Self { shape: shape.clone(), kda, dsa })
     }
 
+    /// Bytes of one slot over all layers.
+    pub fn slot_bytes(shape: &CacheShape) -> usize {
+        let triple = 3 * shape.kda_head_dim;
+        let unit = shape.kda_head_dim * shape.kda_head_dim
+            + (shape.max_draft + 1) * triple
+            + (shape.conv_kernel + shape.max_draft) * triple;
+        let tail = (shape.kpool + shape.max_draft) * 2 * shape.index_dim;
+        size_of::<f32>() * (shape.kda_layers * shape.kda_heads * unit + shape.dsa_layers * tail)
+    }
+
+    /// Bytes of one page over all layers.
+    pub fn page_bytes(shape: &CacheShape) -> usize {
+        let pools = PAGE_TOKENS / shape.kpool.max(1);
+        size_of::<f32>() * shape.dsa_layers * (PAGE_TOKENS * shape.latent + pools * shape.index_dim)
+    }
+
     /// The shape that the caches were made for.
     pub fn shape(&self) -> &CacheShape {
         &self.shape

@@ -82,3 +82,25 @@ fn a_copy_takes_everything_the_slot_owns_and_nothing_else() {
     assert!(cache.read_state(2, 0).is_err());
     assert!(cache.read_state(0, 3).is_err());
 }
+
+#[test]
+fn the_bytes_of_a_slot_and_a_page_are_what_is_allocated() {
+    let bytes = |shape: &CacheShape| {
+        let cache = CpuCache::new(shape).unwrap();
+        let mut values = 0;
+        for layer in 0..shape.kda_layers {
+            for unit in &cache.kda[layer] {
+                let unit = unit.lock().unwrap();
+                values += unit.state.len() + unit.records.len() + unit.columns.len();
+            }
+        }
+        for layer in &cache.dsa {
+            values += layer.latents.len() + layer.pool_keys.len() + layer.tails.len();
+        }
+        values * size_of::<f32>()
+    };
+    let (base, slots, pages) =
+        (shape(), CacheShape { slots: 4, ..shape() }, CacheShape { pages: 5, ..shape() });
+    assert_eq!(bytes(&slots) - bytes(&base), CpuCache::slot_bytes(&base));
+    assert_eq!(bytes(&pages) - bytes(&base), 3 * CpuCache::page_bytes(&base));
+}
