@@ -37,6 +37,9 @@ pub(crate) enum Command {
     Generate(GenerateArgs),
     /// Talk to a model in the terminal
     Chat(ChatArgs),
+    /// Serve a model over HTTP with OpenAI's and Anthropic's APIs (flags as `vllm serve` names them; see serve --help)
+    #[command(disable_help_flag = true)]
+    Serve(ServeArgs),
     /// Accuracy on task files, KL divergence against another model, acceptance of drafts
     Eval(EvalArgs),
     /// Write a random checkpoint for any configuration, reproducible by seed
@@ -60,6 +63,13 @@ pub(crate) struct DemoArgs {
     /// Keep the artifact that the demo makes in this (new) directory
     #[arg(long, value_name = "DIR")]
     pub(crate) keep: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ServeArgs {
+    /// [MODEL] [FLAGS]
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "FLAGS")]
+    pub(crate) flags: Vec<String>,
 }
 
 #[derive(Debug, Args)]

@@ -9,5 +9,6 @@ pub(crate) mod generate;
 pub(crate) mod inspect;
 pub(crate) mod mend;
 pub(crate) mod quantize;
+pub(crate) mod serve;
 pub(crate) mod synth;
 pub(crate) mod verify;

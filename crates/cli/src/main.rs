@@ -6,6 +6,7 @@ mod args;
 mod commands;
 mod embedded;
 mod failure;
+mod logging;
 mod open;
 mod output;
 mod progress;
@@ -32,6 +33,7 @@ fn main() -> ExitCode {
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let threads = open::threads(cli.threads);
     match cli.command {
+        Command::Serve(args) => commands::serve::run(&args.flags, cli.threads),
         Command::Demo(args) => commands::demo::run(&args, threads),
         Command::Inspect(args) => commands::inspect::run(&args),
         Command::Quantize(args) => commands::quantize::run(&args, threads),

@@ -21,7 +21,7 @@ use std::time::{Duration, Instant};
 
 use glimmer_engine::request::{Cost, Finish, FinishReason, Request, Token, TokenEvent};
 use glimmer_server::app::{App, Options};
-use glimmer_server::engine::{Counters, Engine, EventSender, GenerationDefaults, Model, Refusal, Status, Ticket};
+use glimmer_server::engine::{Asked, Counters, Engine, EventSender, GenerationDefaults, Model, Refusal, Status, Ticket};
 use glimmer_server::serve::{bind, serve};
 use glimmer_text::ChatFormat;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -89,8 +89,8 @@ impl Stepping {
 }
 
 impl Engine for Stepping {
-    fn submit(&self, request: Request, events: EventSender) -> Result<Ticket, Refusal> {
-        self.inbox.lock().unwrap().send((request, events)).map_err(|_| Refusal::Dead)?;
+    fn submit(&self, asked: Asked, events: EventSender) -> Result<Ticket, Refusal> {
+        self.inbox.lock().unwrap().send((asked.request, events)).map_err(|_| Refusal::Dead)?;
         Ok(Ticket::new(|| {}))
     }
 
@@ -113,7 +113,7 @@ fn start(engine: Stepping, format: &Arc<ChatFormat>) -> u16 {
         vocab_size: format.tokenizer().vocab_size(),
         defaults: GenerationDefaults::default(),
         processors: None,
-        structured_outputs: false,
+        grammars: None,
     };
     let options =
         Options { reasoning: true, tools: true, auto_tool_choice: true, log_stats: false, ..Options::default() };

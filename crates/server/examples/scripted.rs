@@ -12,7 +12,7 @@ use std::time::Duration;
 use glimmer_engine::request::Structure;
 use glimmer_server::app::{App, Options};
 use glimmer_server::engine::{GenerationDefaults, Model};
-use glimmer_server::scripted::{Script, Scripted};
+use glimmer_server::scripted::{AnyShape, Script, Scripted};
 use glimmer_server::serve::{bind, serve, stop_signal};
 use glimmer_text::ChatFormat;
 
@@ -57,7 +57,7 @@ async fn main() {
             image: glimmer_model::vision::Processor::default(),
             video: glimmer_model::vision::Processor::default(),
         }),
-        structured_outputs: true,
+        grammars: Some(Arc::new(AnyShape)),
     };
     let options = Options { reasoning: true, tools: true, auto_tool_choice: true, ..Options::default() };
     let app = App::new(Arc::new(engine), model, options);

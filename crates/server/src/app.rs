@@ -74,6 +74,8 @@ pub struct Options {
     pub max_images: usize,
     /// Most clips in a request.
     pub max_videos: usize,
+    /// Hosts from which images are fetched; `*` is every public one.
+    pub media_domains: Vec<String>,
     /// Longest body.
     pub max_body_bytes: usize,
     /// Tokens in an event of a stream; the first and the last come at once.
@@ -122,6 +124,7 @@ impl Default for Options {
             max_answers: 128,
             max_images: 999,
             max_videos: 999,
+            media_domains: Vec::new(),
             max_body_bytes: 64 << 20,
             stream_interval: 1,
             keep_alive: Some(Duration::from_secs(15)),

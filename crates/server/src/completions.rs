@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 use crate::answer::{AnswerState, Rules};
 use crate::app::{App, unix_seconds};
-use crate::chat::job::{children, group};
+use crate::chat::job::{children, constrained, group};
 use crate::chat::request::check_model;
 use crate::chat::stream::first_error;
 use crate::chat::whole::stop_reason;
@@ -56,15 +56,20 @@ pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Re
     let reader = Arc::clone(&app);
     let read = crate::off_thread(body.len(), move || read(&parse_object(&body)?, &reader, request_id.as_deref()));
     let (plan, requests) = read.await?;
+    let weight = if requests.iter().any(|request| request.structure.is_some()) { usize::MAX } else { 0 };
+    let compiler = Arc::clone(&app);
+    let requests =
+        crate::off_thread(weight, move || constrained(&compiler, requests, "structured_outputs")).await?;
     let mut run = Run::start(&app, requests)?;
+    let estimate = run.estimate();
     if !plan.stream {
-        return whole(&app, &plan, run).await;
+        return Ok(estimate.stamp(whole(&app, &plan, run).await?));
     }
     let mut batch = Vec::new();
     run.wait_for(app.options.keep_alive, &mut batch).await?;
     first_error(&batch)?;
     let body = Produced::new(|frames| stream(app, plan, run, batch, frames));
-    Ok(crate::event_stream(body.boxed()))
+    Ok(estimate.stamp(crate::event_stream(body.boxed())))
 }
 
 fn read(map: &Map<String, Value>, app: &App, request_id: Option<&str>) -> Result<(Plan, Vec<Request>), ApiError> {

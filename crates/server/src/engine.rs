@@ -7,6 +7,7 @@
 use std::fmt;
 use std::sync::Arc;
 
+use glimmer_engine::constraint::{Constraint, Grammars};
 use glimmer_engine::request::{Request, TokenEvent};
 use glimmer_text::ChatFormat;
 use tokio::sync::mpsc::UnboundedSender;
@@ -17,7 +18,7 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`Refusal`] when it is not taken; nothing is sent to `events` then.
-    fn submit(&self, request: Request, events: EventSender) -> Result<Ticket, Refusal>;
+    fn submit(&self, asked: Asked, events: EventSender) -> Result<Ticket, Refusal>;
 
     /// What is going on.
     fn status(&self) -> Status;
@@ -25,9 +26,28 @@ pub trait Engine: Send + Sync + 'static {
     /// Counters since the start.
     fn counters(&self) -> Counters;
 
+    /// Ends the engine and waits for its last step. Requests that still run are aborted.
+    fn shutdown(&self) {}
+
     /// Drops the prefix cache; false if it is in use and stays.
     fn reset_prefix_cache(&self) -> bool {
         false
+    }
+}
+
+/// A request, ready for the engine.
+#[derive(Debug)]
+pub struct Asked {
+    /// What to do.
+    pub request: Request,
+    /// [`Request::structure`], compiled.
+    pub constraint: Option<Box<dyn Constraint>>,
+}
+
+impl From<Request> for Asked {
+    /// A request whose answer may have any shape.
+    fn from(request: Request) -> Self {
+        Self { request, constraint: None }
     }
 }
 
@@ -116,10 +136,22 @@ pub struct Status {
     pub kv_usage: f64,
     /// Tokens of prompts still to be computed.
     pub backlog_tokens: u64,
+    /// Prompt tokens computed a second, lately; 0 before the first.
+    pub prefill_rate: f64,
     /// Why the engine has ended, if it has.
     pub dead: Option<String>,
     /// Whether work is pending and no step has finished for too long.
     pub stuck: bool,
+}
+
+impl Status {
+    /// Milliseconds until a prompt of so many tokens would get its first token, by the work before it and the speed of late;
+    /// `None` before anything was measured.
+    #[must_use]
+    pub fn estimated_first_token_ms(&self, prompt: usize) -> Option<u64> {
+        let tokens = self.backlog_tokens as f64 + prompt as f64;
+        (self.prefill_rate > 0.0).then(|| (1000.0 * tokens / self.prefill_rate).ceil() as u64)
+    }
 }
 
 /// Counters of the engine since its start.
@@ -129,6 +161,10 @@ pub struct Counters {
     pub prefix_queries: u64,
     /// Tokens found in it.
     pub prefix_hits: u64,
+    /// Lookups that found a saved state to go on from.
+    pub state_hits: u64,
+    /// Lookups that found none, by reason.
+    pub state_misses: Vec<(String, u64)>,
     /// Images looked up in the feature cache.
     pub media_queries: u64,
     /// Images found in it.
@@ -179,8 +215,8 @@ pub struct Model {
     pub defaults: GenerationDefaults,
     /// Picture settings; `None` for a server that takes no images.
     pub processors: Option<glimmer_model::vision::Processors>,
-    /// Whether the engine can constrain the shape of answers.
-    pub structured_outputs: bool,
+    /// Makes the constraints of structured answers; `None` for a server that cannot constrain them.
+    pub grammars: Option<Arc<dyn Grammars>>,
 }
 
 /// Sampling parameters where a request does not give them.
@@ -239,6 +275,13 @@ mod tests {
             seen.fetch_add(1, Ordering::SeqCst);
         }));
         assert_eq!(count.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn the_first_token_is_estimated_from_the_work_before_it() {
+        let status = Status { backlog_tokens: 900, prefill_rate: 2000.0, ..Status::default() };
+        assert_eq!(status.estimated_first_token_ms(100), Some(500));
+        assert_eq!(Status::default().estimated_first_token_ms(100), None);
     }
 
     #[test]

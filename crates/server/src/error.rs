@@ -141,6 +141,14 @@ impl ApiError {
         error
     }
 
+    /// The model is not there yet.
+    #[must_use]
+    pub fn loading() -> Self {
+        let mut error = Self::new(StatusCode::SERVICE_UNAVAILABLE, "Service Unavailable", "the model is being loaded");
+        error.retry_after_s = Some(1);
+        error
+    }
+
     /// Something inside failed; the reason is in the log.
     #[must_use]
     pub fn internal() -> Self {

@@ -65,6 +65,8 @@ struct EngineCounters {
     preemptions: Counter,
     prefix_queries: Counter,
     prefix_hits: Counter,
+    state_hits: Counter,
+    state_misses: Family<Labels, Counter>,
     media_queries: Counter,
     media_hits: Counter,
     drafts: Counter,
@@ -118,6 +120,8 @@ impl Metrics {
                 preemptions: add.it("num_preemptions", "Preemptions"),
                 prefix_queries: add.it("prefix_cache_queries", "Tokens looked up in the prefix cache"),
                 prefix_hits: add.it("prefix_cache_hits", "Tokens found in the prefix cache"),
+                state_hits: add.it("prefix_state_hits", "Lookups that found a saved state"),
+                state_misses: add.it("prefix_state_misses", "Lookups that found no saved state, by reason"),
                 media_queries: add.it("mm_cache_queries", "Images looked up in the feature cache"),
                 media_hits: add.it("mm_cache_hits", "Images found in the feature cache"),
                 drafts: add.it("spec_decode_num_drafts", "Verified drafts"),
@@ -229,6 +233,7 @@ impl EngineCounters {
             (&self.preemptions, from.preemptions),
             (&self.prefix_queries, from.prefix_queries),
             (&self.prefix_hits, from.prefix_hits),
+            (&self.state_hits, from.state_hits),
             (&self.media_queries, from.media_queries),
             (&self.media_hits, from.media_hits),
             (&self.drafts, from.drafts),
@@ -237,6 +242,9 @@ impl EngineCounters {
         ];
         for (counter, value) in pairs {
             counter.inner().store(value, Ordering::Relaxed);
+        }
+        for (reason, value) in &from.state_misses {
+            self.state_misses.get_or_create(&vec![("reason", Cow::Owned(reason.clone()))]).inner().store(*value, Ordering::Relaxed);
         }
         for (position, &value) in from.accepted_by_position.iter().enumerate() {
             let labels = vec![("position", Cow::Owned(position.to_string()))];
@@ -388,6 +396,8 @@ mod tests {
             Status { running: 3, waiting_capacity: 1, waiting_deferred: 1, kv_usage: 0.25, ..Status::default() };
         let mut counters =
             Counters { drafts: 5, draft_tokens: 10, accepted_by_position: vec![4, 2], ..Counters::default() };
+        counters.state_hits = 8;
+        counters.state_misses = vec![("no state".to_owned(), 2)];
         counters.steps[3] = 9;
         counters.step_tokens = 60;
         let text = metrics.render(&status, &counters);
@@ -403,6 +413,8 @@ mod tests {
             format!("vllm:generation_tokens_total{{{base}}} 3"),
             format!("vllm:request_success_total{{{base},finished_reason=\"abort\"}} 1"),
             format!("vllm:admission_rejections_total{{{base}}} 1"),
+            format!("vllm:prefix_state_hits_total{{{base}}} 8"),
+            format!("vllm:prefix_state_misses_total{{{base},reason=\"no state\"}} 2"),
             format!("vllm:spec_decode_num_drafts_total{{{base}}} 5"),
             format!("vllm:spec_decode_num_draft_tokens_total{{{base}}} 10"),
             format!("vllm:spec_decode_num_accepted_tokens_total{{{base}}} 6"),

@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use glimmer_checkpoint::Checkpoint;
+use glimmer_engine::constraint::Grammars;
 use glimmer_model::vision::{Processors, VisionError};
 use glimmer_text::{ChatFormat, ChatTemplate, TextError, Tokenizer};
 use serde_json::{Map, Value};
@@ -70,7 +71,7 @@ impl Model {
         checkpoint: &Checkpoint,
         config: &ServeConfig,
         max_model_len: usize,
-        structured_outputs: bool,
+        grammars: Option<Arc<dyn Grammars>>,
     ) -> Result<Self, OpenError> {
         let root = config.model.clone().unwrap_or_else(|| "embedded".to_owned());
         let names = if config.served_names.is_empty() { vec![root.clone()] } else { config.served_names.clone() };
@@ -96,7 +97,7 @@ impl Model {
             vocab_size: checkpoint.config().text.vocab_size,
             defaults: generation_defaults(checkpoint, config)?,
             processors,
-            structured_outputs,
+            grammars,
         })
     }
 }
@@ -125,21 +126,45 @@ fn read(path: &str) -> Result<String, OpenError> {
 }
 
 fn generation_defaults(checkpoint: &Checkpoint, config: &ServeConfig) -> Result<GenerationDefaults, OpenError> {
-    const NAME: &str = "generation_config.json";
+    let map = match &config.generation_config {
+        GenerationConfig::Neutral => Map::new(),
+        _ => generation_file(checkpoint, config)?,
+    };
+    Ok(GenerationDefaults::default().with(&map).with(&config.generation_overrides))
+}
+
+/// Tokens that end an answer, as the generation configuration says (also where its sampling defaults are not wanted: without
+/// them the model would go on and play the user's part); `None` where it does not.
+///
+/// # Errors
+/// When the file cannot be used.
+pub fn end_tokens(checkpoint: &Checkpoint, config: &ServeConfig) -> Result<Option<Vec<u32>>, OpenError> {
+    let map = generation_file(checkpoint, config)?;
+    let id = |value: &Value| value.as_u64().and_then(|id| u32::try_from(id).ok());
+    let ids = match map.get("eos_token_id") {
+        None | Some(Value::Null) => return Ok(None),
+        Some(Value::Array(list)) => list.iter().map(id).collect::<Option<Vec<u32>>>(),
+        Some(one) => id(one).map(|id| vec![id]),
+    };
+    let problem = || "eos_token_id must be a token id or a list of them".to_owned();
+    ids.map(Some).ok_or_else(|| OpenError::Json { file: GENERATION.to_owned(), problem: problem() })
+}
+
+const GENERATION: &str = "generation_config.json";
+
+fn generation_file(checkpoint: &Checkpoint, config: &ServeConfig) -> Result<Map<String, Value>, OpenError> {
     let text = match &config.generation_config {
-        GenerationConfig::Neutral => None,
-        GenerationConfig::Model => checkpoint.file(NAME).map(|bytes| bytes.as_slice().to_vec()),
+        GenerationConfig::Neutral | GenerationConfig::Model => checkpoint.file(GENERATION).map(|bytes| bytes.as_slice().to_vec()),
         GenerationConfig::Directory(directory) => {
-            let path = Path::new(directory).join(NAME).display().to_string();
+            let path = Path::new(directory).join(GENERATION).display().to_string();
             Some(read(&path)?.into_bytes())
         }
     };
-    let map: Map<String, Value> = match text {
-        None => Map::new(),
+    match text {
+        None => Ok(Map::new()),
         Some(text) => serde_json::from_slice(&text)
-            .map_err(|error| OpenError::Json { file: NAME.to_owned(), problem: error.to_string() })?,
-    };
-    Ok(GenerationDefaults::default().with(&map).with(&config.generation_overrides))
+            .map_err(|error| OpenError::Json { file: GENERATION.to_owned(), problem: error.to_string() }),
+    }
 }
 
 #[cfg(test)]
@@ -158,7 +183,7 @@ mod tests {
     #[test]
     fn the_micro_model_opens_as_the_flags_say() {
         let checkpoint = Checkpoint::open(MICRO).unwrap();
-        let model = Model::open(&checkpoint, &config(&[]), 4096, true).unwrap();
+        let model = Model::open(&checkpoint, &config(&[]), 4096, None).unwrap();
         assert_eq!((model.served_names.as_slice(), model.max_model_len), (&["embedded".to_owned()][..], 4096));
         assert!(model.processors.is_some());
         assert_eq!(model.vocab_size, checkpoint.config().text.vocab_size);
@@ -175,7 +200,7 @@ mod tests {
             "--chat-template",
             "{{ messages[0].content }}",
         ];
-        let model = Model::open(&checkpoint, &config(&flags), 4096, true).unwrap();
+        let model = Model::open(&checkpoint, &config(&flags), 4096, None).unwrap();
         assert_eq!((model.served_names.len(), model.root.as_str(), model.max_model_len), (2, "m", 1000));
         assert!(model.processors.is_none() && (model.defaults.temperature - 0.5).abs() < 1e-6);
         let shape = ModelShape::of(&checkpoint);
@@ -191,7 +216,7 @@ mod tests {
             (["--tokenizer", "/no/such"], "/no/such/tokenizer.json"),
             (["--generation-config", "/no/such"], "/no/such/generation_config.json"),
         ] {
-            let error = Model::open(&checkpoint, &config(&flags), 1, true).unwrap_err().to_string();
+            let error = Model::open(&checkpoint, &config(&flags), 1, None).unwrap_err().to_string();
             assert!(error.contains(needle), "{error}");
         }
     }

@@ -1,19 +1,21 @@
 //! From a conversation to the engine's prompt: template, tokens, pictures.
 //!
-//! Pictures are decoded and cut into patches here: a broken file is the client's error, how many tokens a picture takes has
-//! to be known before the prompt exists, and the engine's thread has better things to do. The engine gets the patches with
-//! the place of their tokens.
+//! Pictures become patches here, away from the engine's thread and the connections': a broken file is the client's error,
+//! how many tokens a picture takes has to be known before the prompt exists, and the vision tower wants nothing else. The
+//! tokens of all pictures are counted against the context before any patches are cut, so that small files which unpack to
+//! large pictures cannot take more memory than the context they would fill.
 
 use std::sync::Arc;
 
 use glimmer_engine::request::{Media, MediaKind};
 use glimmer_model::vision::image::Animation;
-use glimmer_model::vision::{Clip, DecodeLimits, Patches, RgbImage, Sampler, video};
-use glimmer_text::{ChatInput, DataUrl, MediaSource, Message, Part, VideoFrame};
+use glimmer_model::vision::{Clip, DecodeLimits, Patches, Processor, RgbImage, Sampler, video};
+use glimmer_text::{ChatInput, DataUrl, MediaSource, Message, Part, Tokenizer, VideoFrame};
 use sha2::{Digest as _, Sha256};
 
 use crate::app::App;
 use crate::error::{ApiError, shorten};
+use crate::fetch;
 
 /// A prompt as the engine takes it.
 #[derive(Clone, Debug)]
@@ -24,10 +26,20 @@ pub struct Prepared {
     pub media: Vec<Media>,
 }
 
+impl Prepared {
+    /// Where the last turn begins: a later turn of the conversation shares the tokens before it. Decided by the tokens
+    /// alone, so that text which looks like a marker does not count.
+    #[must_use]
+    pub fn turn_start(&self, tokenizer: &Tokenizer) -> Option<usize> {
+        let markers = ["<|user|>", "<|observation|>"].map(|marker| tokenizer.added_id(marker).ok());
+        self.ids.iter().rposition(|&id| markers.contains(&Some(id)))
+    }
+}
+
 /// One picture or clip of the conversation.
 struct Item {
     kind: MediaKind,
-    bytes: Arc<[u8]>,
+    digest: [u8; 32],
     patches: Arc<Patches>,
     /// Placeholders of a picture, or of each frame pair.
     runs: Vec<usize>,
@@ -74,8 +86,8 @@ fn place(app: &App, items: Vec<Item>, ids: &[u32]) -> Result<Vec<Media>, ApiErro
         }
         media.push(Media {
             kind: item.kind,
-            digest: Sha256::digest(&item.bytes).into(),
-            bytes: item.bytes,
+            digest: item.digest,
+            bytes: Arc::default(),
             patches: item.patches,
             start: start.unwrap_or(at),
             tokens: item.runs.iter().sum(),
@@ -97,12 +109,13 @@ fn collect(app: &App, messages: &[Message]) -> Result<Vec<Item>, ApiError> {
         }
     }
     let mut items = Vec::new();
+    let mut room = Room { app, taken: 0 };
     for (index, message) in messages.iter().enumerate() {
         for (part_index, part) in message.content.parts().iter().enumerate() {
             let path = || format!("messages[{index}].content[{part_index}]");
             match part {
-                Part::Image(source) => items.push(image(app, source, &path())?),
-                Part::Video(source) => items.push(clip(app, source, &path())?),
+                Part::Image(source) => items.push(image(&mut room, source, &path())?),
+                Part::Video(source) => items.push(clip(&mut room, source, &path())?),
                 _ => {}
             }
         }
@@ -110,23 +123,66 @@ fn collect(app: &App, messages: &[Message]) -> Result<Vec<Item>, ApiError> {
     Ok(items)
 }
 
-fn image(app: &App, source: &MediaSource, path: &str) -> Result<Item, ApiError> {
-    let bytes = load(source, path)?;
-    let processor = &processors(app, path)?.image;
-    let picture = RgbImage::decode(&bytes, DecodeLimits::default()).map_err(|error| unusable(path, &error))?;
-    let patches = Arc::new(processor.image(&picture));
-    Ok(Item { kind: MediaKind::Image, bytes, runs: vec![patches.tokens()], patches, captions: Vec::new() })
+/// Tokens that pictures may still take.
+struct Room<'a> {
+    app: &'a App,
+    taken: usize,
 }
 
-fn clip(app: &App, source: &MediaSource, path: &str) -> Result<Item, ApiError> {
-    let bytes = load(source, path)?;
-    let processor = &processors(app, path)?.video;
+impl Room<'_> {
+    /// Takes the tokens of a picture or clip.
+    fn take(&mut self, tokens: usize) -> Result<(), ApiError> {
+        self.taken = self.taken.saturating_add(tokens);
+        let context = self.app.model.max_model_len;
+        if self.taken >= context { Err(ApiError::context("messages", context, self.taken, None)) } else { Ok(()) }
+    }
+}
+
+fn image(room: &mut Room<'_>, source: &MediaSource, path: &str) -> Result<Item, ApiError> {
+    let bytes = load(room.app, source, path)?;
+    let processor = &processors(room.app, path)?.image;
+    let picture = RgbImage::decode(&bytes, DecodeLimits::default()).map_err(|error| unusable(path, &error))?;
+    let tokens = tokens(processor, picture.height(), picture.width(), processor.temporal_patch_size);
+    room.take(tokens)?;
+    Ok(Item {
+        kind: MediaKind::Image,
+        digest: digest(b"image", &bytes),
+        patches: Arc::new(processor.image(&picture)),
+        runs: vec![tokens],
+        captions: Vec::new(),
+    })
+}
+
+fn clip(room: &mut Room<'_>, source: &MediaSource, path: &str) -> Result<Item, ApiError> {
+    let bytes = load(room.app, source, path)?;
+    let processor = &processors(room.app, path)?.video;
     let animation = Animation::decode(&bytes, DecodeLimits::default()).map_err(|error| unusable(path, &error))?;
+    let (height, width) = animation.frames.first().map_or((1, 1), |frame| (frame.height(), frame.width()));
     let clip = Clip::from_animation(animation).map_err(|error| unusable(path, &error))?;
-    let (patches, sampled) = clip.patches(processor, Sampler::V).map_err(|error| unusable(path, &error))?;
+    let sampled = clip.sample(processor, Sampler::V);
+    let each = tokens(processor, height, width, sampled.indices.len());
     let captions: Vec<String> = sampled.pair_seconds.iter().map(|&s| video::caption(s, Sampler::V)).collect();
-    let runs = vec![patches.frame_tokens(); captions.len()];
-    Ok(Item { kind: MediaKind::Video, bytes, patches: Arc::new(patches), runs, captions })
+    room.take(each.saturating_mul(captions.len()))?;
+    let (patches, _) = clip.patches(processor, Sampler::V).map_err(|error| unusable(path, &error))?;
+    Ok(Item {
+        kind: MediaKind::Video,
+        digest: digest(b"video", &bytes),
+        patches: Arc::new(patches),
+        runs: vec![each; captions.len()],
+        captions,
+    })
+}
+
+/// Identity of the patches: one file is cut differently as a picture and as a clip.
+fn digest(kind: &[u8], bytes: &[u8]) -> [u8; 32] {
+    Sha256::new().chain_update(kind).chain_update(bytes).finalize().into()
+}
+
+/// Tokens of a picture, or of one frame pair.
+fn tokens(processor: &Processor, height: usize, width: usize, frames: usize) -> usize {
+    let canvas = processor.canvas(height, width, frames);
+    let side = processor.patch_size * processor.merge_size;
+    (canvas.height / side) * (canvas.width / side)
 }
 
 fn processors<'a>(app: &'a App, path: &str) -> Result<&'a glimmer_model::vision::Processors, ApiError> {
@@ -140,7 +196,7 @@ fn unusable(path: &str, error: &glimmer_model::vision::VisionError) -> ApiError 
 }
 
 /// The bytes behind a URL. Files and other schemes are never read.
-fn load(source: &MediaSource, path: &str) -> Result<Arc<[u8]>, ApiError> {
+fn load(app: &App, source: &MediaSource, path: &str) -> Result<Arc<[u8]>, ApiError> {
     let MediaSource::Url(url) = source else {
         return Err(ApiError::parameter(path, "the part has no URL; give a data: URL"));
     };
@@ -151,9 +207,8 @@ fn load(source: &MediaSource, path: &str) -> Result<Arc<[u8]>, ApiError> {
             Ok(data.bytes.into())
         }
         "http" | "https" => {
-            let message = "this server fetches no images (it is built without the feature tls); send the image as a \
-                           data: URL";
-            Err(ApiError::parameter(path, message))
+            let image = fetch::image(url, &app.options.media_domains, app.options.max_body_bytes);
+            image.map(Into::into).map_err(|problem| ApiError::parameter(path, problem))
         }
         _ => {
             let message = format!("{:?} is no URL of an image; send a data: URL", shorten(&scheme));

@@ -14,6 +14,7 @@ use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer};
 
 use crate::app::App;
 use crate::error::{ApiError, Dialect};
+use crate::fields::parse_object;
 use crate::{chat, completions, messages, responses, small};
 
 type Answer = Result<Response<Body>, ApiError>;
@@ -21,6 +22,7 @@ type Answer = Result<Response<Body>, ApiError>;
 /// All routes: path, methods in lower case, handler. `/openapi.json` describes exactly these.
 fn routes() -> Vec<(&'static str, &'static [&'static str], MethodRouter<Arc<App>>)> {
     vec![
+        ("/", &["get"], get(|| async { small::page() })),
         ("/v1/models", &["get"], get(|State(app): State<Arc<App>>| async move { small::models(&app) })),
         ("/v1/models/{model}", &["get"], get(model)),
         ("/v1/chat/completions", &["post"], post(chat_completions)),
@@ -34,6 +36,7 @@ fn routes() -> Vec<(&'static str, &'static [&'static str], MethodRouter<Arc<App>
         ("/detokenize", &["post"], post(detokenize)),
         ("/health", &["get"], get(|State(app): State<Arc<App>>| async move { small::health(&app) })),
         ("/ping", &["get", "post"], get(ping).post(ping)),
+        ("/invocations", &["post"], post(invocations)),
         ("/metrics", &["get"], get(|State(app): State<Arc<App>>| async move { small::metrics(&app) })),
         ("/version", &["get"], get(|| async { small::version() })),
         ("/load", &["get"], get(|State(app): State<Arc<App>>| async move { small::load(&app) })),
@@ -98,7 +101,7 @@ async fn gate(State(app): State<Arc<App>>, request: Request, next: Next) -> Resp
     let given = request.headers().get(REQUEST_ID).cloned();
     let path = request.uri().path();
     let dialect = dialect(path);
-    let protected = ["/v1", "/v2", "/inference"].iter().any(|prefix| path.starts_with(prefix));
+    let protected = ["/v1", "/v2", "/inference", "/invocations"].iter().any(|prefix| path.starts_with(prefix));
     // Browsers ask without a key whether they may ask.
     let free = request.method() == Method::OPTIONS || app.options.api_keys.is_empty();
     let mut response = if protected && !free && !authorised(&app, request.headers()) {
@@ -120,7 +123,9 @@ async fn gate(State(app): State<Arc<App>>, request: Request, next: Next) -> Resp
     response
 }
 
-fn dialect(path: &str) -> Dialect {
+/// Whose clients use a path.
+#[must_use]
+pub fn dialect(path: &str) -> Dialect {
     if path.starts_with("/v1/messages") { Dialect::Anthropic } else { Dialect::OpenAi }
 }
 
@@ -188,6 +193,23 @@ async fn plain_completions(State(app): State<Arc<App>>, request: Request) -> Res
     let answer = async {
         let body = body(&app, request).await?;
         completions::serve(Arc::clone(&app), body, id).await
+    };
+    finish(answer.await, Dialect::OpenAi)
+}
+
+/// SageMaker's one route: the body says which API it is meant for.
+async fn invocations(State(app): State<Arc<App>>, request: Request) -> Response<Body> {
+    let id = request_id(&request);
+    let answer = async {
+        let body = body(&app, request).await?;
+        let map = parse_object(&body)?;
+        match (map.contains_key("messages"), map.contains_key("prompt")) {
+            (true, _) => chat::serve(Arc::clone(&app), body, id).await,
+            (false, true) => completions::serve(Arc::clone(&app), body, id).await,
+            (false, false) => {
+                Err(ApiError::schema(&[("messages".to_owned(), "the field is required (or prompt)".to_owned())]))
+            }
+        }
     };
     finish(answer.await, Dialect::OpenAi)
 }

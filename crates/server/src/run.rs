@@ -3,15 +3,19 @@
 //! [`Run`] owns the tickets of all answers, so dropping it (a closed connection, an error, a panic) aborts them within one
 //! step; it also feeds the metrics. Invariant: every answer that was submitted is recorded exactly once.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use glimmer_engine::request::{Request, TokenEvent};
+use axum::body::Body;
+use axum::http::Response;
+use glimmer_engine::request::TokenEvent;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::answer::AnswerState;
 use crate::app::{App, InFlight};
-use crate::engine::{EventSender, Refusal, Ticket};
+use crate::engine::{Asked, EventSender, Refusal, Ticket};
 use crate::error::ApiError;
 use crate::metrics::Meter;
 
@@ -26,7 +30,32 @@ pub struct Run {
     answers: Vec<Following>,
     open: usize,
     cached_tokens: u32,
+    first_token_ms: Option<u64>,
+    silence: Option<Silence>,
     _in_flight: InFlight,
+}
+
+/// How long nothing came. The timer runs on while tokens come and is set anew only when it rings: setting one for every token
+/// would cost more than all else that happens to it here.
+#[derive(Debug)]
+struct Silence {
+    since: Instant,
+    timer: Pin<Box<Sleep>>,
+}
+
+/// Milliseconds to the first token, as far as the engine can tell beforehand.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Estimate(Option<u64>);
+
+impl Estimate {
+    /// Adds it to a response.
+    #[must_use]
+    pub fn stamp(self, mut response: Response<Body>) -> Response<Body> {
+        if let Some(milliseconds) = self.0 {
+            response.headers_mut().insert("x-estimated-ttft-ms", milliseconds.into());
+        }
+        response
+    }
 }
 
 /// What is kept of one answer.
@@ -41,18 +70,20 @@ impl Run {
     ///
     /// # Errors
     /// The engine's refusal.
-    pub fn start(app: &Arc<App>, requests: Vec<Request>) -> Result<Self, ApiError> {
+    pub fn start(app: &Arc<App>, requests: Vec<Asked>) -> Result<Self, ApiError> {
         let in_flight = app.enter();
         let (sender, events) = unbounded_channel();
         let n = requests.len();
+        let prompt = requests.first().map_or(0, |first| first.request.prompt.len());
+        let first_token_ms = app.engine.status().estimated_first_token_ms(prompt);
         if let Some(first) = requests.first() {
-            app.metrics.submitted(n, first.limits.max_tokens);
+            app.metrics.submitted(n, first.request.limits.max_tokens);
         }
         let mut tickets = Vec::with_capacity(n);
         let mut meters = Vec::with_capacity(n);
-        for (index, request) in requests.into_iter().enumerate() {
-            meters.push(Meter::new(request.prompt.len(), index == 0));
-            match app.engine.submit(request, EventSender::new(index, sender.clone())) {
+        for (index, asked) in requests.into_iter().enumerate() {
+            meters.push(Meter::new(asked.request.prompt.len(), index == 0));
+            match app.engine.submit(asked, EventSender::new(index, sender.clone())) {
                 Ok(ticket) => tickets.push(ticket),
                 Err(refusal) => {
                     if matches!(refusal, Refusal::Overloaded { .. }) {
@@ -64,7 +95,14 @@ impl Run {
         }
         let following = tickets.into_iter().zip(meters);
         let answers = following.map(|(ticket, meter)| Following { ticket: Some(ticket), meter }).collect();
-        Ok(Self { app: Arc::clone(app), events, answers, open: n, cached_tokens: 0, _in_flight: in_flight })
+        let app = Arc::clone(app);
+        Ok(Self { app, events, answers, open: n, cached_tokens: 0, first_token_ms, silence: None, _in_flight: in_flight })
+    }
+
+    /// What the client may be told of the wait, as it was when the request came.
+    #[must_use]
+    pub fn estimate(&self) -> Estimate {
+        Estimate(self.first_token_ms)
     }
 
     /// Answers that have not ended.
@@ -112,9 +150,24 @@ impl Run {
             return Ok(true);
         }
         let Some(patience) = patience else { return self.wait(batch).await.map(|()| true) };
-        match tokio::time::timeout(patience, self.wait(batch)).await {
-            Ok(waited) => waited.map(|()| true),
-            Err(_) => Ok(false),
+        let now = Instant::now();
+        let silence = self.silence.get_or_insert_with(|| Silence { since: now, timer: Box::pin(sleep_until(now + patience)) });
+        silence.since = now;
+        loop {
+            tokio::select! {
+                biased;
+                count = self.events.recv_many(batch, BATCH) => {
+                    return if count == 0 { Err(ApiError::engine_dead(true)) } else { Ok(true) };
+                }
+                () = silence.timer.as_mut() => {
+                    let end = silence.since + patience;
+                    if Instant::now() >= end {
+                        silence.timer.as_mut().reset(end + patience);
+                        return Ok(false);
+                    }
+                    silence.timer.as_mut().reset(end);
+                }
+            }
         }
     }
 

@@ -35,6 +35,8 @@ pub struct Common {
     pub cache_salt: Option<String>,
     /// Shape of the answer.
     pub structure: Option<Structure>,
+    /// The field that gave it.
+    pub structure_field: &'static str,
     /// Leave special tokens out of the text.
     pub skip_special: bool,
     /// Report token ids.
@@ -98,6 +100,7 @@ impl Common {
         if cache_salt == Some("") {
             return Err(ApiError::parameter("cache_salt", "cache_salt must not be empty"));
         }
+        let structured = fields.value("structured_outputs").is_some();
         let stop_tokens = fields.token_ids("stop_token_ids").unwrap_or_default();
         check_vocabulary("stop_token_ids", &stop_tokens, app)?;
         Ok(Self {
@@ -112,6 +115,7 @@ impl Common {
             priority,
             cache_salt: cache_salt.map(str::to_owned),
             structure: structure(fields, app)?,
+            structure_field: if structured { "structured_outputs" } else { "response_format" },
             skip_special: fields.flag("skip_special_tokens").unwrap_or(true),
             return_token_ids: fields.flag("return_token_ids").unwrap_or(false),
             tokens_as_ids: fields.flag("return_tokens_as_token_ids").unwrap_or(false),
@@ -321,7 +325,7 @@ fn structure(fields: &Fields<'_, '_>, app: &App) -> Result<Option<Structure>, Ap
     if matches!(shapes.first(), Some(Structure::Choice(choices)) if choices.is_empty()) {
         return Err(ApiError::parameter("structured_outputs.choice", "choice must not be empty"));
     }
-    if !shapes.is_empty() && !app.model.structured_outputs {
+    if !shapes.is_empty() && app.model.grammars.is_none() {
         let message =
             "this server cannot constrain the shape of answers; leave response_format and structured_outputs out";
         return Err(ApiError::parameter("response_format", message));

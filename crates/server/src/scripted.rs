@@ -7,10 +7,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use glimmer_engine::request::{Cost, Finish, FinishReason, Logprobs, Request, RequestError, Token, TokenEvent};
+use glimmer_engine::constraint::{Constraint, ConstraintError, Grammars, TokenMask};
+use glimmer_engine::request::{
+    Cost, Finish, FinishReason, Logprobs, Request, RequestError, Structure, Token, TokenEvent,
+};
 use tokio::sync::Notify;
 
-use crate::engine::{Counters, Engine, EventSender, Refusal, Status, Ticket};
+use crate::engine::{Asked, Counters, Engine, EventSender, Refusal, Status, Ticket};
 
 /// What is played to a request.
 #[derive(Clone, Debug)]
@@ -51,6 +54,45 @@ impl Script {
     }
 }
 
+/// Grammars that allow everything, for tests of what is asked for. A regular expression that is no text of balanced
+/// parentheses is refused.
+#[derive(Debug)]
+pub struct AnyShape;
+
+impl Grammars for AnyShape {
+    fn compile(&self, structure: &Structure) -> Result<Box<dyn Constraint>, ConstraintError> {
+        match structure {
+            Structure::Regex(text) if text.matches('(').count() != text.matches(')').count() => {
+                Err(ConstraintError(format!("{text:?}: a parenthesis is not closed")))
+            }
+            _ => Ok(Box::new(Free)),
+        }
+    }
+}
+
+/// Allows everything.
+#[derive(Debug)]
+struct Free;
+
+impl Constraint for Free {
+    fn mask(&mut self, mask: &mut TokenMask) -> Result<(), ConstraintError> {
+        mask.fill(true);
+        Ok(())
+    }
+
+    fn advance(&mut self, _token: u32) -> Result<(), ConstraintError> {
+        Ok(())
+    }
+
+    fn rollback(&mut self, _tokens: usize) -> Result<(), ConstraintError> {
+        Ok(())
+    }
+
+    fn valid_prefix(&mut self, tokens: &[u32]) -> usize {
+        tokens.len()
+    }
+}
+
 type Chooser = dyn Fn(&Request) -> Result<Script, Refusal> + Send + Sync;
 
 /// The engine.
@@ -69,6 +111,7 @@ impl std::fmt::Debug for Scripted {
 struct State {
     running: AtomicUsize,
     aborted: AtomicUsize,
+    constrained: AtomicUsize,
     ended: Notify,
     seen: Mutex<Vec<Request>>,
     status: Mutex<Status>,
@@ -100,6 +143,12 @@ impl Scripted {
         self.state.aborted.load(Ordering::SeqCst)
     }
 
+    /// Requests that came with a compiled shape.
+    #[must_use]
+    pub fn constrained(&self) -> usize {
+        self.state.constrained.load(Ordering::SeqCst)
+    }
+
     /// Waits until nothing is played.
     pub async fn idle(&self) {
         loop {
@@ -129,10 +178,12 @@ impl Scripted {
 }
 
 impl Engine for Scripted {
-    fn submit(&self, request: Request, events: EventSender) -> Result<Ticket, Refusal> {
+    fn submit(&self, asked: Asked, events: EventSender) -> Result<Ticket, Refusal> {
         if lock(&self.state.status).dead.is_some() {
             return Err(Refusal::Dead);
         }
+        let request = asked.request;
+        self.state.constrained.fetch_add(usize::from(asked.constraint.is_some()), Ordering::SeqCst);
         let script = (self.choose)(&request)?;
         let state = Arc::clone(&self.state);
         state.running.fetch_add(1, Ordering::SeqCst);

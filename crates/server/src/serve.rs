@@ -5,13 +5,12 @@
 //! from `/health` that it has to go elsewhere.
 
 use std::future::Future;
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs as _};
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::serve::ListenerExt as _;
-
 use crate::app::App;
+pub use crate::port::bind;
+use crate::port::Port;
 use crate::router::router;
 
 /// Why the server ended.
@@ -35,19 +34,6 @@ pub enum ServeError {
     EngineDead(String),
 }
 
-/// Listens on all interfaces, or on `host`.
-///
-/// # Errors
-/// [`ServeError::Bind`].
-pub fn bind(host: Option<&str>, port: u16) -> Result<TcpListener, ServeError> {
-    let host = host.unwrap_or("0.0.0.0");
-    let fail = |source| ServeError::Bind { host: host.to_owned(), port, source };
-    let addresses: Vec<SocketAddr> = (host, port).to_socket_addrs().map_err(fail)?.collect();
-    let listener = TcpListener::bind(addresses.as_slice()).map_err(fail)?;
-    listener.set_nonblocking(true).map_err(fail)?;
-    Ok(listener)
-}
-
 /// How often the engine is looked at.
 const LOOK: Duration = Duration::from_millis(100);
 /// How often throughput is logged.
@@ -61,21 +47,15 @@ const FLUSH: Duration = Duration::from_millis(500);
 /// [`ServeError::EngineDead`] if the engine ends, [`ServeError::Serve`] if the listener fails.
 pub async fn serve(
     app: Arc<App>,
-    listener: TcpListener,
+    port: impl Into<Port>,
     stop: impl Future<Output = ()> + Send + 'static,
 ) -> Result<(), ServeError> {
-    let listener = tokio::net::TcpListener::from_std(listener)?.tap_io(|stream| {
-        // Without it small frames wait for acknowledgements; a failure costs time only.
-        if let Err(error) = stream.set_nodelay(true) {
-            tracing::debug!(%error, "TCP_NODELAY");
-        }
-    });
     let (close, closed) = tokio::sync::oneshot::channel::<()>();
-    let server = axum::serve(listener, router(Arc::clone(&app))).with_graceful_shutdown(async {
+    let closed = async {
         // An error is the sender's end, which is the same message.
         let _closed = closed.await;
-    });
-    let mut server = tokio::spawn(server.into_future());
+    };
+    let mut server = port.into().start(router(Arc::clone(&app)), closed)?;
     if app.options.log_stats {
         tokio::spawn(log_throughput(Arc::downgrade(&app)));
     }
@@ -105,8 +85,15 @@ async fn drain(app: &App) {
     let running = app.in_flight();
     let timeout = app.options.shutdown_timeout;
     tracing::info!(running, timeout_s = timeout.as_secs_f64(), "Shutting down: waiting for running requests");
-    if tokio::time::timeout(timeout, app.idle()).await.is_err() {
-        tracing::warn!(running = app.in_flight(), "Shutting down: aborting what is still running");
+    let aborting = || tracing::warn!(running = app.in_flight(), "Shutting down: aborting what is still running");
+    tokio::select! {
+        waited = tokio::time::timeout(timeout, app.idle()) => {
+            if waited.is_err() {
+                aborting();
+            }
+        }
+        // Whoever asks twice does not want to wait.
+        _ = stop_signal() => aborting(),
     }
 }
 

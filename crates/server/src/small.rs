@@ -15,6 +15,19 @@ use crate::json::Json;
 use crate::metrics;
 use crate::sampling::check_vocabulary;
 
+/// `GET /`: a page to talk to the model. It loads nothing from elsewhere, and its policy says so to the browser.
+#[must_use]
+pub fn page() -> Response<Body> {
+    const POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; \
+                          connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'";
+    let mut response = Response::new(Body::from(include_str!("page.html")));
+    let headers = response.headers_mut();
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/html; charset=utf-8"));
+    headers.insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(POLICY));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    response
+}
+
 /// `GET /v1/models`.
 #[must_use]
 pub fn models(app: &App) -> Response<Body> {

@@ -471,7 +471,8 @@ async fn pictures_arrive_with_their_place_in_the_prompt() {
     let total: usize = request.media.iter().map(|media| media.tokens).sum();
     assert_eq!(request.prompt.iter().filter(|&&id| id == placeholder).count(), total, "none is forged");
     for media in request.media.iter() {
-        assert_eq!((media.bytes.as_ref(), media.digest), (png.as_slice(), request.media[0].digest));
+        assert_eq!((media.digest, media.patches.tokens()), (request.media[0].digest, media.tokens));
+        assert_eq!(media.patches, request.media[0].patches);
         assert_eq!(request.prompt[media.start - 1], begin);
         assert!(request.prompt[media.start..media.start + media.tokens].iter().all(|&id| id == placeholder));
         assert_ne!(request.prompt[media.start + media.tokens], placeholder);

@@ -100,6 +100,7 @@ async fn parameters_out_of_range() {
         (json!({"response_format": {"type": "json_schema"}}), "response_format.json_schema.schema"),
         (json!({"structured_outputs": {"regex": "a", "choice": ["b"]}}), "structured_outputs"),
         (json!({"structured_outputs": {}}), "structured_outputs"),
+        (json!({"structured_outputs": {"regex": "(a"}}), "structured_outputs"),
         (json!({"structured_outputs": {"choice": []}}), "structured_outputs.choice"),
         (json!({"tools": []}), "tools"),
         (json!({"tool_choice": "auto"}), "tool_choice"),
@@ -323,7 +324,7 @@ async fn images_that_cannot_be_used() {
 
 #[tokio::test]
 async fn shapes_that_the_engine_cannot_make() {
-    let model = glimmer_server::engine::Model { structured_outputs: false, ..support::model() };
+    let model = glimmer_server::engine::Model { grammars: None, ..support::model() };
     let server = Server::with_model(model, options(), |_| Ok(script("a")));
     let change = json!({"response_format": {"type": "json_object"}});
     assert_eq!(refused(&server, change).await.2.as_deref(), Some("response_format"));

@@ -115,9 +115,6 @@ fn flags_that_do_not_go_together() {
             "--max-num-seqs 10 --max-num-batched-tokens 9",
             "--max-num-batched-tokens 9 must not be below --max-num-seqs 10",
         ),
-        ("--ssl-keyfile k", "without the feature tls"),
-        ("--ssl-certfile c", "without the feature tls"),
-        ("--allowed-media-domains [\"a.example\"]", "without the feature tls"),
         ("--attention-backend TRITON", "--attention-backend TRITON is unknown"),
         (
             "--max-cudagraph-capture-size 8 --compilation-config {\"cudagraph_capture_sizes\":[1,4]}",
@@ -136,14 +133,36 @@ fn flags_that_do_not_go_together() {
     }
 }
 
+#[cfg(not(feature = "tls"))]
+#[test]
+fn encryption_is_refused_where_it_is_not_built_in() {
+    for flags in ["--ssl-keyfile k", "--ssl-certfile c", "--ssl-ca-certs a", "--allowed-media-domains [\"a.example\"]"] {
+        let error = parse(&words(flags)).err().unwrap_or_else(|| panic!("{flags} passes"));
+        let name = words(flags).swap_remove(0);
+        assert!(error.to_string().contains(&format!("{name}: this program is built without the feature tls")), "{error}");
+    }
+}
+
+#[cfg(feature = "tls")]
+#[test]
+fn a_certificate_needs_its_key() {
+    for flags in ["--ssl-keyfile k", "--ssl-certfile c", "--ssl-ca-certs a"] {
+        assert!(parse(&words(flags)).is_err(), "{flags} passes");
+    }
+    let (config, _) = parse(&words("--ssl-keyfile k --ssl-certfile c --ssl-ca-certs a --ssl-cert-reqs 2")).unwrap();
+    assert!(config.tls.unwrap().clients_must);
+    let (config, _) = parse(&words("--allowed-media-domains [\"a.example\"]")).unwrap();
+    assert_eq!(config.options.media_domains, ["a.example"]);
+}
+
 #[test]
 fn flags_that_do_not_fit_the_model_or_the_device() {
     let gpu = Device::Cuda { memory_gib: 80.0, count: 4 };
     for (flags, device, needle) in [
-        ("-tp 3", Device::Cpu, "must divide the model's 64 attention heads"),
-        ("-tp 64 -ep", Device::Cpu, "must divide the model's"),
+        ("-tp 3", gpu, "must divide the model's 64 attention heads"),
+        ("-tp 64 -ep", gpu, "must divide the model's"),
         ("-tp 8", gpu, "needs as many GPUs, and 4 are visible"),
-        ("--max-model-len 2M", Device::Cpu, "is above the model's 1048576 tokens"),
+        ("--max-model-len 2M", gpu, "is above the model's 1048576 tokens"),
         ("--max-num-batched-tokens 10 --max-num-seqs 10", Device::Cpu, ""),
         ("--max-num-seqs 100000", gpu, ""),
     ] {
@@ -156,9 +175,39 @@ fn flags_that_do_not_fit_the_model_or_the_device() {
 }
 
 #[test]
+fn on_the_cpu_commands_for_gpus_and_larger_models_pass_with_a_warning() {
+    for (flags, needle) in [
+        ("-tp 3", "--tensor-parallel-size 3 must divide"),
+        ("-tp 64 -ep", "must divide the model's"),
+        ("--max-model-len 2M", "--max-model-len 2097152 is above the model's 1048576 tokens"),
+    ] {
+        let (mut config, mut settings) = parse(&words(flags)).unwrap();
+        config.resolve(&mut settings, &released(), Device::Cpu).unwrap();
+        assert!(config.warnings.iter().any(|warning| warning.contains(needle)), "{flags}: {:?}", config.warnings);
+        let notes = config.notes(&settings, Device::Cpu);
+        assert!(notes.iter().any(|note| note.contains(needle)), "{notes:?}");
+        assert_eq!(config.max_model_len, Some(MaxModelLen::Tokens(1_048_576)));
+    }
+}
+
+#[test]
+fn without_a_model_answers_are_taken_apart() {
+    let parsed = |flags: &str| {
+        let mut settings = Settings::parse(&words(flags), &|_| None, &|path| std::fs::read_to_string(path)).unwrap();
+        settings.derive_for_embedded();
+        let options = ServeConfig::new(&settings).unwrap().options;
+        (options.reasoning, options.tools, options.auto_tool_choice)
+    };
+    assert_eq!(parsed(""), (true, true, true));
+    assert_eq!(parsed("some/model"), (false, false, false));
+    assert_eq!(parsed("--tool-call-parser none"), (true, false, false));
+    assert_eq!(parsed("--reasoning-parser none --no-enable-auto-tool-choice"), (false, true, false));
+}
+
+#[test]
 fn defaults_follow_the_device_and_are_shown_with_their_origin() {
     for (device, seqs, tokens, origin) in [
-        (Device::Cpu, 256, 4096, "default on the CPU"),
+        (Device::Cpu, 128, 2048, "default on the CPU"),
         (Device::Cuda { memory_gib: 24.0, count: 2 }, 256, 2048, "default on this GPU"),
         (Device::Cuda { memory_gib: 80.0, count: 2 }, 1024, 8192, "default on this GPU"),
         (Device::Cuda { memory_gib: 180.0, count: 2 }, 1024, 16_384, "default on this GPU"),

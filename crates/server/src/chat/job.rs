@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
+use bytes::Bytes;
 use glimmer_engine::request::{Request, Structure};
-use glimmer_text::{ChatInput, Message, Start, ToolMode, ToolSchemas};
+use glimmer_text::{ChatInput, Message, Part, Start, ToolMode, ToolSchemas};
 use serde_json::{Map, Value};
 
 use crate::answer::Rules;
 use crate::app::{App, unix_seconds};
+use crate::engine::Asked;
 use crate::error::ApiError;
+use crate::fields::parse_object;
 use crate::prepare::prepare;
 use crate::run::Run;
 use crate::sampling::Common;
@@ -47,7 +50,7 @@ pub struct Job {
 /// A job ready to be submitted.
 #[derive(Debug)]
 pub struct Ready {
-    requests: Vec<Request>,
+    requests: Vec<Asked>,
     plan: Plan,
 }
 
@@ -89,7 +92,35 @@ pub struct Plan {
     pub continuous_usage: bool,
 }
 
+/// Reads a body and makes its job ready, each where it does not hold up other connections. `read` may return something
+/// else that the answer's writer needs.
+///
+/// # Errors
+/// Everything that is known before the engine is asked.
+pub async fn make_ready<T: Send + 'static>(
+    app: &Arc<App>,
+    body: Bytes,
+    read: impl FnOnce(&Map<String, Value>, &App) -> Result<(Job, T), ApiError> + Send + 'static,
+    prefix: &'static str,
+) -> Result<(Ready, T), ApiError> {
+    let (bytes, reader) = (body.len(), Arc::clone(app));
+    let (job, rest) = crate::off_thread(bytes, move || read(&parse_object(&body)?, &reader)).await?;
+    let (bytes, app) = (if job.is_heavy() { usize::MAX } else { bytes }, Arc::clone(app));
+    let ready = crate::off_thread(bytes, move || job.prepare(&app, prefix)).await?;
+    Ok((ready, rest))
+}
+
 impl Job {
+    /// Whether preparing it may take long however short its body is: small files unpack to large pictures, short schemas
+    /// to large grammars.
+    #[must_use]
+    pub fn is_heavy(&self) -> bool {
+        let pictures = |message: &Message| {
+            message.content.parts().iter().any(|part| matches!(part, Part::Image(_) | Part::Video(_)))
+        };
+        self.required_tool.is_some() || self.common.structure.is_some() || self.messages.iter().any(pictures)
+    }
+
     /// Tokens of the conversation alone.
     ///
     /// # Errors
@@ -122,7 +153,9 @@ impl Job {
         let limits = self.common.limits(app, prepared.ids.len(), "messages")?;
         let tokenizer = app.model.format.tokenizer();
         let start = Start::of_prompt(tokenizer, &prepared.ids);
+        let turn_start = prepared.turn_start(tokenizer);
         let structure = self.structure(app)?;
+        let shape_of = if self.required_tool.is_some() { "tools" } else { self.common.structure_field };
         let mut parse = app.options.parse_options();
         parse.tools = if app.options.tools { self.tool_mode } else { ToolMode::Off };
         parse.single_call = self.single_call;
@@ -143,7 +176,7 @@ impl Job {
             structure,
             thinking_budget: self.thinking_budget,
             starts_in_reasoning: start == Start::Reasoning,
-            turn_start: None,
+            turn_start,
             depth: None,
         };
         let plan = Plan {
@@ -176,7 +209,8 @@ impl Job {
                 limits = ?template.limits, "Received request"
             );
         }
-        Ok(Ready { requests: children(template, common.n), plan })
+        let requests = constrained(app, children(template, common.n), shape_of)?;
+        Ok(Ready { requests, plan })
     }
 
     /// The shape of the answer: the one asked for, or the calls that must come.
@@ -187,7 +221,7 @@ impl Job {
             return Err(ApiError::parameter("tool_choice", message));
         }
         // Without grammars the prompt alone has to do it, and a missing call is reported as what it is.
-        if !app.model.structured_outputs {
+        if app.model.grammars.is_none() {
             return Ok(None);
         }
         let tools = self.tools.iter().map(Value::to_string).collect();
@@ -217,6 +251,20 @@ pub fn children(template: Request, n: usize) -> Vec<Request> {
         }
     }
     children
+}
+
+/// Compiles the shape of each request's answer; `field` is the one that asked for it.
+///
+/// # Errors
+/// What is wrong with the schema or grammar.
+pub fn constrained(app: &App, requests: Vec<Request>, field: &str) -> Result<Vec<Asked>, ApiError> {
+    let compile = |request: Request| {
+        let shape = request.structure.as_ref().zip(app.model.grammars.as_ref());
+        let constraint = shape.map(|(structure, grammars)| grammars.compile(structure)).transpose();
+        let constraint = constraint.map_err(|error| ApiError::parameter(field, error.to_string()))?;
+        Ok(Asked { request, constraint })
+    };
+    requests.into_iter().map(compile).collect()
 }
 
 /// A number for the requests of one call.

@@ -13,10 +13,10 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::http::Response;
 use bytes::Bytes;
+use serde_json::{Map, Value};
 
 use crate::app::App;
 use crate::error::ApiError;
-use crate::fields::parse_object;
 
 pub use job::{Job, Submitted};
 
@@ -25,13 +25,15 @@ pub use job::{Job, Submitted};
 /// # Errors
 /// Everything that is known before the first token.
 pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Result<Response<Body>, ApiError> {
-    let reader = Arc::clone(&app);
-    let prepared = crate::off_thread(body.len(), move || {
-        let map = parse_object(&body)?;
-        let mut job = request::read(&map, &reader)?;
+    let read = move |map: &Map<String, Value>, app: &App| {
+        let mut job = request::read(map, app)?;
         job.common.request_id = request_id.or(job.common.request_id);
-        job.prepare(&reader, "chatcmpl-")
-    });
-    let submitted = prepared.await?.submit(&app)?;
-    if submitted.plan.stream { stream::respond(app, submitted).await } else { whole::respond(app, submitted).await }
+        Ok((job, ()))
+    };
+    let (ready, ()) = job::make_ready(&app, body, read, "chatcmpl-").await?;
+    let submitted = ready.submit(&app)?;
+    let (estimate, stream) = (submitted.run.estimate(), submitted.plan.stream);
+    let response =
+        if stream { stream::respond(app, submitted).await? } else { whole::respond(app, submitted).await? };
+    Ok(estimate.stamp(response))
 }

@@ -4,8 +4,10 @@ use serde_json::{Map, Value};
 
 use super::config::MaxModelLen;
 use super::parse::Settings;
+use super::speculative::Method;
 use super::table::{FLAGS, FOREIGN_BACKENDS};
-use super::{FlagError, ServeConfig, conflict};
+use super::{FlagError, ServeConfig, Speculative, conflict};
+use crate::tls::WITHOUT;
 
 /// What flags have to fit of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -68,18 +70,7 @@ pub(super) fn flags(config: &ServeConfig, settings: &Settings) -> Result<(), Fla
     {
         return conflict(format!("--max-num-batched-tokens {tokens} must not be below --max-num-seqs {seqs}"));
     }
-    let tls = ["ssl-keyfile", "ssl-certfile"].into_iter().find(|name| settings.is_given(name));
-    if let Some(name) = tls {
-        return conflict(format!(
-            "--{name}: this program is built without the feature tls, whose cryptography needs a C compiler; let a proxy \
-             end TLS"
-        ));
-    }
-    if let Some(origin) = settings.value("allowed-media-domains").as_array().and_then(|list| list.first()) {
-        return conflict(format!(
-            "--allowed-media-domains {origin}: this program is built without the feature tls and fetches no images"
-        ));
-    }
+    tls(settings)?;
     let backend = settings.value("attention-backend").as_str().unwrap_or("auto");
     if backend != "auto" && !FOREIGN_BACKENDS.contains(&backend) {
         let known = FOREIGN_BACKENDS.join(", ");
@@ -89,6 +80,28 @@ pub(super) fn flags(config: &ServeConfig, settings: &Settings) -> Result<(), Fla
     }
     if settings.value("response-role").as_str().is_none_or(str::is_empty) {
         return conflict("--response-role must not be empty");
+    }
+    Ok(())
+}
+
+/// Certificates and images by https need the feature, and a certificate its key.
+fn tls(settings: &Settings) -> Result<(), FlagError> {
+    let files = ["ssl-keyfile", "ssl-certfile", "ssl-ca-certs"];
+    let given = files.into_iter().find(|name| settings.is_given(name));
+    let domains = settings.value("allowed-media-domains").as_array().is_some_and(|list| !list.is_empty());
+    let name = given.or(domains.then_some("allowed-media-domains"));
+    if let Some(name) = name.filter(|_| !cfg!(feature = "tls")) {
+        return conflict(format!("--{name}: {WITHOUT}"));
+    }
+    let [key, certificate, authorities] = files.map(|name| settings.is_given(name));
+    if key != certificate {
+        return conflict("--ssl-keyfile and --ssl-certfile go together; give both, in PEM form");
+    }
+    if settings.value("ssl-cert-reqs") != 0 && !authorities {
+        return conflict("--ssl-cert-reqs needs --ssl-ca-certs, the authorities of the clients' certificates");
+    }
+    if authorities && !certificate {
+        return conflict("--ssl-ca-certs needs --ssl-certfile and --ssl-keyfile");
     }
     Ok(())
 }
@@ -131,34 +144,22 @@ impl ServeConfig {
     /// Fills what depends on the device, and checks the rules between flags, device and model. The settings get the values
     /// with their origin.
     ///
+    /// On the CPU a command that was written for GPUs is tried out, perhaps with a smaller model: rules about ranks do not
+    /// count there, and a length above the model's becomes the model's. Each is said with a warning, [`ServeConfig::warnings`].
+    ///
     /// # Errors
     /// [`FlagError::Conflict`].
     pub fn resolve(&mut self, settings: &mut Settings, shape: &ModelShape, device: Device) -> Result<(), FlagError> {
-        let world = self.tensor_parallel;
-        if !shape.attention_heads.is_multiple_of(world) {
-            return conflict(format!(
-                "--tensor-parallel-size {world} must divide the model's {} attention heads",
-                shape.attention_heads
-            ));
+        let problems = [self.rank_problem(shape, device), self.length_problem(shape)];
+        for problem in problems.into_iter().flatten() {
+            if device != Device::Cpu {
+                return conflict(problem);
+            }
+            self.warnings.push(format!("{problem}; that is no obstacle on the CPU"));
         }
-        if self.expert_parallel && !shape.routed_experts.is_multiple_of(world) {
-            return conflict(format!(
-                "--enable-expert-parallel: --tensor-parallel-size {world} must divide the model's {} experts",
-                shape.routed_experts
-            ));
-        }
-        if let Some(MaxModelLen::Tokens(tokens)) = self.max_model_len
-            && tokens > shape.max_positions
-        {
-            return conflict(format!("--max-model-len {tokens} is above the model's {} tokens", shape.max_positions));
-        }
-        if let Device::Cuda { count, .. } = device
-            && self.nodes == 1
-            && world > count
-        {
-            return conflict(format!("--tensor-parallel-size {world} needs as many GPUs, and {count} are visible"));
-        }
-        let (seqs, tokens, reason) = defaults(device, u64::from(world));
+        // Ranks on the CPU share nothing that they could add to: one computes with all threads.
+        let world = if device == Device::Cpu { 1 } else { u64::from(self.tensor_parallel) };
+        let (seqs, tokens, reason) = defaults(device, world);
         let seqs = self.max_num_seqs.unwrap_or(seqs);
         let batched = self.max_num_batched_tokens.unwrap_or_else(|| tokens.max(seqs));
         let seqs = if self.max_num_seqs.is_none() { seqs.min(batched) } else { seqs };
@@ -169,22 +170,72 @@ impl ServeConfig {
         self.max_num_batched_tokens = Some(batched);
         settings.derive("max-num-seqs", seqs, reason);
         settings.derive("max-num-batched-tokens", batched, reason);
-        if self.max_model_len.is_none() {
-            self.max_model_len = Some(MaxModelLen::Tokens(shape.max_positions));
-            settings.derive("max-model-len", shape.max_positions, "the model's length");
+        match self.max_model_len {
+            None => {
+                self.max_model_len = Some(MaxModelLen::Tokens(shape.max_positions));
+                settings.derive("max-model-len", shape.max_positions, "the model's length");
+            }
+            Some(MaxModelLen::Tokens(tokens)) => {
+                self.max_model_len = Some(MaxModelLen::Tokens(tokens.min(shape.max_positions)));
+            }
+            Some(MaxModelLen::WhatFits) => {}
         }
         Ok(())
+    }
+
+    /// What stands against the ranks asked for.
+    fn rank_problem(&self, shape: &ModelShape, device: Device) -> Option<String> {
+        let world = self.tensor_parallel;
+        if !shape.attention_heads.is_multiple_of(world) {
+            let heads = shape.attention_heads;
+            return Some(format!("--tensor-parallel-size {world} must divide the model's {heads} attention heads"));
+        }
+        if self.expert_parallel && !shape.routed_experts.is_multiple_of(world) {
+            return Some(format!(
+                "--enable-expert-parallel: --tensor-parallel-size {world} must divide the model's {} experts",
+                shape.routed_experts
+            ));
+        }
+        match device {
+            Device::Cuda { count, .. } if self.nodes == 1 && world > count => {
+                Some(format!("--tensor-parallel-size {world} needs as many GPUs, and {count} are visible"))
+            }
+            _ => None,
+        }
+    }
+
+    fn length_problem(&self, shape: &ModelShape) -> Option<String> {
+        match self.max_model_len {
+            Some(MaxModelLen::Tokens(tokens)) if tokens > shape.max_positions => {
+                Some(format!("--max-model-len {tokens} is above the model's {} tokens", shape.max_positions))
+            }
+            _ => None,
+        }
     }
 
     /// What the user should know about flags that do less than they might expect: one log line each.
     #[must_use]
     pub fn notes(&self, settings: &Settings, device: Device) -> Vec<String> {
-        let mut notes = Vec::new();
+        let mut notes = self.warnings.clone();
         if device == Device::Cpu {
             let idle = FLAGS.iter().filter(|flag| flag.gpu_only && settings.is_given(flag.name));
             notes.extend(idle.map(|flag| format!("--{} has no effect on the CPU", flag.name)));
             if self.tensor_parallel > 1 {
-                notes.push(format!("--tensor-parallel-size {}: ranks on the CPU are threads", self.tensor_parallel));
+                let world = self.tensor_parallel;
+                notes.push(format!("--tensor-parallel-size {world}: on the CPU one rank computes with all threads"));
+            }
+            if self.nodes > 1 {
+                notes.push(format!("--nnodes {}: on the CPU this host computes alone", self.nodes));
+            }
+            if self.cache_dtype != "auto" || self.state_dtype != "auto" {
+                notes.push("--kv-cache-dtype, --mamba-ssm-cache-dtype: the CPU keeps its caches in float32".to_owned());
+            }
+            if let Some(Speculative { method, .. }) = self.speculative.as_ref().filter(|s| s.method != Method::Mtp) {
+                notes.push(format!(
+                    "--speculative-config: this program has no {} drafter; the model's own MTP layer drafts instead, which \
+                     changes the speed and not the answers",
+                    method.name()
+                ));
             }
         }
         for (name, text) in [

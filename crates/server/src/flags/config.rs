@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::parse::Settings;
 use super::{FlagError, Speculative, conflict};
 use crate::app::Options;
+use crate::tls::TlsFiles;
 
 /// Everything that the flags say.
 #[derive(Clone, Debug)]
@@ -38,6 +39,8 @@ pub struct ServeConfig {
     pub host: Option<String>,
     /// Port.
     pub port: u16,
+    /// Certificates.
+    pub tls: Option<TlsFiles>,
     /// Serve no HTTP.
     pub headless: bool,
     /// Where to compute: `auto`, `cpu` or `cuda`.
@@ -56,12 +59,16 @@ pub struct ServeConfig {
     pub host_ip: Option<String>,
     /// Most running sequences.
     pub max_num_seqs: Option<u64>,
+    /// Whether somebody asked for just that many.
+    pub max_num_seqs_given: bool,
     /// Most tokens of a step.
     pub max_num_batched_tokens: Option<u64>,
     /// Tokens of a page, a multiple of 64.
     pub page_tokens: Option<u64>,
     /// Share of the memory.
     pub memory_share: f64,
+    /// The same, if somebody asked for it.
+    pub memory_share_given: Option<f64>,
     /// Bytes of the cache.
     pub cache_bytes: Option<u64>,
     /// Element type of the cache; `auto` is bf16.
@@ -102,8 +109,14 @@ pub struct ServeConfig {
     pub ready_timeout: Duration,
     /// Write every step to this file.
     pub record_steps: Option<String>,
+    /// Threads of the CPU; `None` is one a core.
+    pub threads: Option<usize>,
     /// Least level of log lines.
     pub log_level: String,
+    /// Log lines as JSON objects.
+    pub log_json: bool,
+    /// What [`ServeConfig::resolve`] let pass.
+    pub warnings: Vec<String>,
     /// Print the settings and exit.
     pub dry_run: bool,
     /// The front end.
@@ -167,6 +180,12 @@ impl ServeConfig {
             },
             host: read.text("host"),
             port: u16::try_from(read.count("port").unwrap_or(8000)).unwrap_or(8000),
+            tls: read.text("ssl-certfile").zip(read.text("ssl-keyfile")).map(|(certificates, key)| TlsFiles {
+                certificates,
+                key,
+                client_authorities: read.text("ssl-ca-certs").filter(|_| read.count("ssl-cert-reqs") > Some(0)),
+                clients_must: read.count("ssl-cert-reqs") == Some(2),
+            }),
             headless: read.switch("headless"),
             device: read.word("device"),
             tensor_parallel: read.small("tensor-parallel-size"),
@@ -176,9 +195,14 @@ impl ServeConfig {
             master: (read.word("master-addr"), u16::try_from(read.small("master-port")).unwrap_or(u16::MAX)),
             host_ip: read.text("host-ip"),
             max_num_seqs: read.count("max-num-seqs"),
+            max_num_seqs_given: settings.is_given("max-num-seqs"),
             max_num_batched_tokens: read.count("max-num-batched-tokens"),
             page_tokens: read.count("block-size").map(|tokens| tokens.next_multiple_of(PAGE)),
             memory_share: settings.value("gpu-memory-utilization").as_f64().unwrap_or(1.0),
+            memory_share_given: settings
+                .value("gpu-memory-utilization")
+                .as_f64()
+                .filter(|_| settings.is_given("gpu-memory-utilization")),
             cache_bytes: read.count("kv-cache-memory-bytes"),
             cache_dtype: match read.word("kv-cache-dtype").as_str() {
                 "bfloat16" => "auto".to_owned(),
@@ -203,7 +227,10 @@ impl ServeConfig {
             step_timeout: read.seconds("execute-model-timeout").unwrap_or_default(),
             ready_timeout: read.seconds("ready-timeout").unwrap_or_default(),
             record_steps: read.text("record-steps"),
+            threads: read.count("threads").and_then(|count| usize::try_from(count).ok()),
             log_level: read.word("uvicorn-log-level"),
+            log_json: read.word("log-format") == "json",
+            warnings: Vec::new(),
             dry_run: read.switch("dry-run"),
             options: read.options()?,
         };
@@ -289,6 +316,7 @@ impl Reader<'_> {
             max_logprobs: self.count("max-logprobs").map(|most| u32::try_from(most).unwrap_or(u32::MAX)),
             max_images: limit("image")?,
             max_videos: limit("video")?,
+            media_domains: self.texts("allowed-media-domains"),
             max_body_bytes: self.count("max-request-body-bytes").map_or(usize::MAX, |bytes| bytes as usize),
             stream_interval: self.small("stream-interval"),
             keep_alive: self.seconds("sse-keep-alive-interval"),

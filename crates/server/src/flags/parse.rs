@@ -116,6 +116,18 @@ impl Settings {
         }
     }
 
+    /// Without a model the embedded one is served, and its answers are taken apart unless somebody said otherwise.
+    pub fn derive_for_embedded(&mut self) {
+        const REASON: &str = "the embedded model's";
+        if !self.value("model").is_null() {
+            return;
+        }
+        self.derive("reasoning-parser", "glm45", REASON);
+        self.derive("tool-call-parser", "glm47", REASON);
+        let parsed = !matches!(self.value("tool-call-parser").as_str(), Some("" | "none"));
+        self.derive("enable-auto-tool-choice", parsed, REASON);
+    }
+
     /// One line for each setting: flag, value, origin.
     #[must_use]
     pub fn describe(&self) -> String {

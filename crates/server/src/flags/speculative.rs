@@ -32,6 +32,18 @@ pub enum Method {
     NGram,
 }
 
+impl Method {
+    /// Its name in the flag.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mtp => "mtp",
+            Self::DFlash => "dflash",
+            Self::NGram => "ngram",
+        }
+    }
+}
+
 const KEYS: [&str; 17] = [
     "method",
     "model",

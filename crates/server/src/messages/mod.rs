@@ -9,8 +9,10 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::http::Response;
 use bytes::Bytes;
+use serde_json::{Map, Value};
 
 use crate::app::App;
+use crate::chat::job::make_ready;
 use crate::error::ApiError;
 use crate::fields::parse_object;
 use crate::json::Json;
@@ -20,18 +22,17 @@ use crate::json::Json;
 /// # Errors
 /// Everything that is known before the first token.
 pub async fn serve(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiError> {
-    let reader = Arc::clone(&app);
-    let prepared = crate::off_thread(body.len(), move || {
-        let job = request::read(&parse_object(&body)?, &reader, true)?;
-        job.prepare(&reader, "msg_")
-    });
-    let submitted = prepared.await?.submit(&app)?;
-    if submitted.plan.stream {
+    let read = |map: &Map<String, Value>, app: &App| Ok((request::read(map, app, true)?, ()));
+    let (ready, ()) = make_ready(&app, body, read, "msg_").await?;
+    let submitted = ready.submit(&app)?;
+    let estimate = submitted.run.estimate();
+    let response = if submitted.plan.stream {
         let wire = stream::Writer::new(Arc::clone(&app), &submitted.plan);
-        crate::single::respond(app, submitted, wire).await
+        crate::single::respond(app, submitted, wire).await?
     } else {
-        whole::respond(&app, submitted).await
-    }
+        whole::respond(&app, submitted).await?
+    };
+    Ok(estimate.stamp(response))
 }
 
 /// `POST /v1/messages/count_tokens`.
@@ -39,8 +40,9 @@ pub async fn serve(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiErro
 /// # Errors
 /// What the body or the template refuses.
 pub async fn count_tokens(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiError> {
-    crate::off_thread(body.len(), move || {
-        let job = request::read(&parse_object(&body)?, &app, false)?;
+    let (bytes, reader) = (body.len(), Arc::clone(&app));
+    let job = crate::off_thread(bytes, move || request::read(&parse_object(&body)?, &reader, false)).await?;
+    crate::off_thread(if job.is_heavy() { usize::MAX } else { bytes }, move || {
         let count = job.prompt(&app)?.ids.len();
         let mut body = Vec::new();
         Json::new(&mut body).raw("{\"input_tokens\":").number(count as u64).raw("}");

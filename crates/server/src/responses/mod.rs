@@ -11,31 +11,32 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::http::Response;
 use bytes::Bytes;
+use serde_json::{Map, Value};
 
 use crate::app::App;
+use crate::chat::job::make_ready;
 use crate::error::{ApiError, shorten};
-use crate::fields::parse_object;
 
 /// Serves one request.
 ///
 /// # Errors
 /// Everything that is known before the first token.
 pub async fn serve(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiError> {
-    let reader = Arc::clone(&app);
-    let prepared = crate::off_thread(body.len(), move || {
-        let map = parse_object(&body)?;
-        let job = request::read(&map, &reader)?;
-        let echo = whole::Echo::new(&map, &job);
-        Ok((job.prepare(&reader, "resp_")?, echo))
-    });
-    let (ready, echo) = prepared.await?;
+    let read = |map: &Map<String, Value>, app: &App| {
+        let job = request::read(map, app)?;
+        let echo = whole::Echo::new(map, &job);
+        Ok((job, echo))
+    };
+    let (ready, echo) = make_ready(&app, body, read, "resp_").await?;
     let submitted = ready.submit(&app)?;
-    if submitted.plan.stream {
+    let estimate = submitted.run.estimate();
+    let response = if submitted.plan.stream {
         let wire = stream::Writer::new(Arc::clone(&app), &submitted.plan, echo);
-        crate::single::respond(app, submitted, wire).await
+        crate::single::respond(app, submitted, wire).await?
     } else {
-        whole::respond(&app, submitted, &echo).await
-    }
+        whole::respond(&app, submitted, &echo).await?
+    };
+    Ok(estimate.stamp(response))
 }
 
 /// `GET /v1/responses/{id}` and its `cancel`: nothing is stored.

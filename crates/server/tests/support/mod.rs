@@ -14,7 +14,7 @@ use glimmer_engine::request::{FinishReason, Request as EngineRequest};
 use glimmer_server::app::{App, Options};
 use glimmer_server::engine::{GenerationDefaults, Model, Refusal};
 use glimmer_server::router::router;
-use glimmer_server::scripted::{End, Script, Scripted};
+use glimmer_server::scripted::{AnyShape, End, Script, Scripted};
 use glimmer_text::ChatFormat;
 use http_body_util::BodyExt as _;
 use serde_json::{Value, json};
@@ -43,7 +43,7 @@ pub(crate) fn model() -> Model {
         vocab_size: 3328,
         defaults: GenerationDefaults::default(),
         processors: Some(processors),
-        structured_outputs: true,
+        grammars: Some(Arc::new(AnyShape)),
     }
 }
 

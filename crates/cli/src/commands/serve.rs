@@ -1,0 +1,173 @@
+//! `glimmer serve`: flags, log, model; the rest is the server's.
+
+use std::{io::Write as _, path::Path, process::ExitCode};
+
+use anyhow::{Context as _, bail};
+use glimmer_checkpoint::{Checkpoint, SynthOptions};
+use glimmer_server::{
+    flags::{Device, FlagError, ModelShape, ServeConfig, Settings, help},
+    port::{Port, bind},
+    start::StartError,
+    tls::Tls,
+};
+
+use crate::{logging, open};
+
+/// Serves until a signal or the end of the engine. Exit codes: 0 after a signal, 1 for flags that do not go together and for
+/// failures, 2 for flags that do not exist or have wrong values.
+pub(crate) fn run(arguments: &[String], threads: Option<u16>) -> anyhow::Result<ExitCode> {
+    if arguments.iter().any(|argument| argument == "--help" || argument == "-h") {
+        write!(anstream::stdout(), "{}", help())?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let (settings, config) = match read_flags(arguments, threads) {
+        Ok(read) => read,
+        Err(error) => return refuse(&error),
+    };
+    if config.dry_run {
+        return dry_run(settings, config);
+    }
+    logging::start(&config);
+    match serve(settings, config) {
+        Ok(()) => Ok(ExitCode::SUCCESS),
+        Err(error) => match error.downcast_ref::<FlagError>() {
+            Some(flags) => refuse(flags),
+            None => {
+                crate::failure::print(&error);
+                Ok(ExitCode::FAILURE)
+            }
+        },
+    }
+}
+
+fn read_flags(arguments: &[String], threads: Option<u16>) -> Result<(Settings, ServeConfig), FlagError> {
+    let environment = |name: &str| std::env::var(name).ok();
+    let mut settings = Settings::parse(arguments, &environment, &|path| std::fs::read_to_string(path))?;
+    if let Some(threads) = threads {
+        settings.derive("threads", threads, "command line, before serve");
+    }
+    settings.derive_for_embedded();
+    let config = ServeConfig::new(&settings)?;
+    Ok((settings, config))
+}
+
+/// Says what is wrong with the flags.
+fn refuse(error: &FlagError) -> anyhow::Result<ExitCode> {
+    let hint = if matches!(error, FlagError::Usage(_)) { "\nusage: glimmer serve [MODEL] [FLAGS]; see --help" } else { "" };
+    writeln!(anstream::stderr(), "{error}{hint}")?;
+    Ok(ExitCode::from(error.exit_code()))
+}
+
+/// Prints every setting with its origin. A model that is not here leaves those open that depend on it.
+fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<ExitCode> {
+    let opened = open::model(config.model.as_deref().map(Path::new));
+    let device = device(&config)?;
+    match &opened {
+        Ok(checkpoint) => {
+            if let Err(error) = config.resolve(&mut settings, &ModelShape::of(checkpoint), device) {
+                return refuse(&error);
+            }
+        }
+        Err(error) => {
+            let error = crate::failure::explain(error);
+            writeln!(anstream::stderr(), "note: {error}; settings that depend on the model are left open")?;
+        }
+    }
+    write!(anstream::stdout(), "{}", settings.describe())?;
+    for note in config.notes(&settings, device) {
+        writeln!(anstream::stderr(), "note: {note}")?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Where to compute.
+fn device(config: &ServeConfig) -> anyhow::Result<Device> {
+    match config.device.as_str() {
+        "cuda" => bail!("--device cuda: this program serves on the CPU only so far; use --device cpu or auto"),
+        _ => Ok(Device::Cpu),
+    }
+}
+
+fn serve(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> {
+    let device = device(&config)?;
+    let checkpoint = checkpoint(&config)?;
+    config.resolve(&mut settings, &ModelShape::of(&checkpoint), device)?;
+    tracing::info!("glimmer {} starts with\n{}", env!("CARGO_PKG_VERSION"), settings.describe().trim_end());
+    for note in config.notes(&settings, device) {
+        tracing::warn!("{note}");
+    }
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .max_blocking_threads(BLOCKING)
+        .enable_all()
+        .build()
+        .context("cannot start the threads of connections")?;
+    if config.headless {
+        tracing::warn!("--headless: on the CPU rank 0 computes alone; this process only waits for the signal to stop");
+        return Ok(runtime.block_on(glimmer_server::serve::stop_signal())?);
+    }
+    let threads = config.threads.unwrap_or_else(|| open::threads(None));
+    let port = Port::new(bind(config.host.as_deref(), config.port)?, tls(&config)?);
+    let options = config.options.clone();
+    let load = move || glimmer_server::live::load_cpu(threads, &checkpoint, &config);
+    let served = runtime.block_on(glimmer_server::start::run(options, port, load));
+    // What still runs (a load that was interrupted, requests beyond the time limit) ends with the process.
+    runtime.shutdown_background();
+    served.map_err(|error| match error {
+        StartError::Load(error) => error.into(),
+        error => error.into(),
+    })
+}
+
+/// The certificate.
+#[cfg(feature = "tls")]
+fn tls(config: &ServeConfig) -> anyhow::Result<Option<Tls>> {
+    Ok(config.tls.as_ref().map(Tls::open).transpose()?)
+}
+
+/// The flags were refused before.
+#[cfg(not(feature = "tls"))]
+#[allow(clippy::unnecessary_wraps, reason = "the same signature as with the feature")]
+fn tls(_config: &ServeConfig) -> anyhow::Result<Option<Tls>> {
+    Ok(None)
+}
+
+/// Threads for connections. Requests are prepared elsewhere, so these only move bytes.
+const WORKERS: usize = 2;
+/// Threads for templates, pictures and grammars; each may hold a picture's pixels.
+const BLOCKING: usize = 16;
+
+/// The model; with `--load-format dummy` random weights for its configuration.
+fn checkpoint(config: &ServeConfig) -> anyhow::Result<Checkpoint> {
+    let directory = config.model.as_deref().map(Path::new);
+    match directory.filter(|_| config.dummy_weights) {
+        None => open::model(directory),
+        Some(directory) => invented(directory, config.seed),
+    }
+}
+
+/// Weights invented for the configuration in `directory`, whose other files are taken as they are.
+fn invented(directory: &Path, seed: i64) -> anyhow::Result<Checkpoint> {
+    let text = open::text(&directory.join("config.json"))?;
+    let scratch = std::env::temp_dir().join(format!("glimmer-dummy-{}", std::process::id()));
+    let made = (|| {
+        let options = SynthOptions { seed: seed.unsigned_abs(), ..SynthOptions::default() };
+        glimmer_checkpoint::synth(&text, &scratch, options, &mut |_, _| ())?;
+        for entry in std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))? {
+            let path = entry?.path();
+            let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
+            let name = path.file_name().unwrap_or_default();
+            let theirs = ["json", "jinja"].contains(&kind) && name != "config.json" && name != "model.safetensors.index.json";
+            if theirs {
+                std::fs::copy(&path, scratch.join(name)).with_context(|| format!("cannot copy {}", path.display()))?;
+            }
+        }
+        Ok(Checkpoint::open(&scratch)?.located(format!("{} with invented weights", directory.display())))
+    })();
+    // The opened files stay readable without their names.
+    let removed = std::fs::remove_dir_all(&scratch);
+    if let Err(error) = removed {
+        tracing::warn!(%error, path = %scratch.display(), "left behind");
+    }
+    made
+}

@@ -1,0 +1,228 @@
+//! The real engine behind the seam: a [`Worker`] on its own thread, and how flags become its settings.
+
+use std::sync::Arc;
+
+use glimmer_checkpoint::Checkpoint;
+use glimmer_engine::request::TokenEvent;
+use glimmer_engine::worker::{EventSink, Facts, Refused, Worker, WorkerSettings};
+use glimmer_engine::{DraftSampling, EngineError, Generator, IndexSharing, Settings};
+use glimmer_model::{Limits, cache_shape};
+use glimmer_tensor::cpu::CpuCache;
+use glimmer_tensor::{Cpu, PAGE_TOKENS};
+
+use crate::engine::{Asked, Counters, Engine, EventSender, Model, Refusal, Status, Ticket};
+use crate::flags::ServeConfig;
+use crate::flags::config::MaxModelLen;
+use crate::open::OpenError;
+use crate::serve::capacity_lines;
+use crate::sizing::{SizeError, Sizes, UnitBytes, Wish, cpu_budget, host_memory, spend};
+use crate::start::Loaded;
+
+/// A worker as the front end sees it.
+#[derive(Debug)]
+pub struct Live(Worker);
+
+impl Live {
+    /// Puts a worker behind the seam.
+    #[must_use]
+    pub fn new(worker: Worker) -> Self {
+        Self(worker)
+    }
+}
+
+impl EventSink for EventSender {
+    fn send(&self, event: TokenEvent) -> bool {
+        EventSender::send(self, event)
+    }
+}
+
+impl Engine for Live {
+    fn submit(&self, asked: Asked, events: EventSender) -> Result<Ticket, Refusal> {
+        let id = self.0.submit(asked.request, asked.constraint, Box::new(events)).map_err(|refused| match refused {
+            Refused::Overloaded { limit, retry_seconds } => {
+                Refusal::Overloaded { reason: limit, retry_after_s: retry_seconds }
+            }
+            Refused::Dead(_) => Refusal::Dead,
+            Refused::Invalid { field, message } => Refusal::Invalid { param: field.to_owned(), message },
+        })?;
+        let worker = self.0.clone();
+        Ok(Ticket::new(move || worker.abort(id)))
+    }
+
+    fn status(&self) -> Status {
+        let snapshot = self.0.snapshot();
+        Status {
+            running: snapshot.running,
+            waiting_capacity: snapshot.waiting_capacity,
+            waiting_deferred: snapshot.waiting_deferred,
+            kv_usage: snapshot.page_use,
+            backlog_tokens: snapshot.backlog_tokens,
+            prefill_rate: snapshot.prefill_rate,
+            dead: snapshot.dead,
+            stuck: snapshot.stuck,
+        }
+    }
+
+    fn counters(&self) -> Counters {
+        let counters = self.0.snapshot().counters;
+        Counters {
+            prefix_queries: counters.prefix_queries,
+            prefix_hits: counters.prefix_hits,
+            state_hits: 0,
+            state_misses: counters.prefix_misses,
+            media_queries: counters.media_queries,
+            media_hits: counters.media_hits,
+            preemptions: counters.preemptions,
+            steps: counters.steps,
+            step_tokens: counters.step_rows,
+            drafts: counters.drafts.steps(),
+            draft_tokens: counters.drafts.drafted.iter().sum(),
+            accepted_by_position: counters.drafts.accepted,
+            page_tokens: counters.page_tokens,
+            pages: counters.pages,
+        }
+    }
+
+    fn shutdown(&self) {
+        self.0.shutdown();
+    }
+
+    fn reset_prefix_cache(&self) -> bool {
+        self.0.reset_prefix_cache();
+        true
+    }
+}
+
+/// Why a model cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// Its files.
+    #[error(transparent)]
+    Open(#[from] OpenError),
+    /// Its size.
+    #[error(transparent)]
+    Size(#[from] SizeError),
+    /// Its weights.
+    #[error(transparent)]
+    Engine(#[from] EngineError),
+    /// Drafts without a layer that drafts.
+    #[error(
+        "error: --speculative-config: {0} has no draft (MTP) layer; leave the flag out, or add the layer with glimmer \
+         merge-mtp"
+    )]
+    NoDrafter(String),
+}
+
+/// Loads a checkpoint on the CPU.
+///
+/// # Errors
+/// [`LoadError`].
+pub fn load_cpu(threads: usize, checkpoint: Checkpoint, config: &ServeConfig) -> Result<Loaded, LoadError> {
+    let depth = depth(&checkpoint, config)?;
+    let sizes = cpu_sizes(&checkpoint, config, depth)?;
+    // Files are read before weights: what is wrong with them shows at once.
+    let mut model = Model::open(&checkpoint, config, length(sizes.length), None)?;
+    let settings = settings(&checkpoint, config, &sizes, depth, model.format.tokenizer().vocab_size())?;
+    let (worker, facts) =
+        Worker::spawn(move || Generator::load(Cpu::new(threads), &checkpoint, &settings), worker_settings(config))?;
+    model.max_model_len = facts.rules.context;
+    announce(&facts);
+    Ok(Loaded { engine: Arc::new(Live::new(worker)), model })
+}
+
+fn announce(facts: &Facts) {
+    let (tokens, length) = (facts.rules.cache_tokens() as u64, facts.rules.context as u64);
+    for line in capacity_lines(tokens, length) {
+        tracing::info!("{line}");
+    }
+    tracing::info!(
+        "Most running sequences: {}, saved states: {}, rows of a step: {}, tokens of a page: {}",
+        facts.sequences,
+        facts.state_checkpoints,
+        facts.rows,
+        facts.page_tokens
+    );
+}
+
+/// Tokens of a draft.
+fn depth(checkpoint: &Checkpoint, config: &ServeConfig) -> Result<usize, LoadError> {
+    let Some(drafts) = &config.speculative else { return Ok(0) };
+    match checkpoint.config().text.mtp_layer() {
+        Some(_) => Ok(drafts.depth as usize),
+        None => Err(LoadError::NoDrafter(checkpoint.location().to_owned())),
+    }
+}
+
+/// What the CPU's memory holds.
+fn cpu_sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize) -> Result<Sizes, SizeError> {
+    let text = &checkpoint.config().text;
+    let limits = Limits { max_rows: 1, max_logits: 1, slots: 1, pages: 1, max_draft: depth, features: 0 };
+    let shape = cache_shape(text, &limits);
+    let unit = UnitBytes {
+        slot: CpuCache::slot_bytes(&shape) as u64,
+        page: CpuCache::page_bytes(&shape) as u64,
+        page_tokens: PAGE_TOKENS as u64,
+    };
+    let weights: u64 = checkpoint.files().filter_map(|name| checkpoint.file(name)).map(|f| f.as_slice().len() as u64).sum();
+    let budget = cpu_budget(config.cache_bytes, config.memory_share_given, weights, host_memory())?;
+    let wish = Wish {
+        sequences: config.max_num_seqs.unwrap_or(1),
+        sequences_given: config.max_num_seqs_given,
+        checkpoints: config.state_checkpoints,
+        length: config.max_model_len.unwrap_or(MaxModelLen::Tokens(text.max_position_embeddings)),
+        longest: text.max_position_embeddings as u64,
+        prefix_caching: config.prefix_caching,
+    };
+    let sizes = spend(budget, unit, &wish)?;
+    for (given, note) in &sizes.notes {
+        if *given {
+            tracing::warn!("{note}");
+        } else {
+            tracing::info!("{note}");
+        }
+    }
+    Ok(sizes)
+}
+
+fn length(tokens: u64) -> usize {
+    usize::try_from(tokens).unwrap_or(usize::MAX)
+}
+
+fn settings(
+    checkpoint: &Checkpoint,
+    config: &ServeConfig,
+    sizes: &Sizes,
+    depth: usize,
+    vocabulary: usize,
+) -> Result<Settings, OpenError> {
+    let sequences = length(sizes.sequences);
+    let rows = length(config.max_num_batched_tokens.unwrap_or(0)).max(sequences * (depth + 1));
+    Ok(Settings {
+        sequences,
+        context: Some(length(sizes.length)),
+        pages: Some(length(sizes.pages)),
+        rows,
+        depth,
+        index_sharing: match config.mtp_index_sharing {
+            None => IndexSharing::Auto,
+            Some(true) => IndexSharing::On,
+            Some(false) => IndexSharing::Off,
+        },
+        draft_sampling: match &config.speculative {
+            Some(drafts) if drafts.probabilistic => DraftSampling::Probabilistic,
+            _ => DraftSampling::Greedy,
+        },
+        real_vocab: Some(vocabulary),
+        seed: config.seed.unsigned_abs(),
+        end_tokens: crate::open::end_tokens(checkpoint, config)?,
+        ..Settings::default()
+    })
+}
+
+fn worker_settings(config: &ServeConfig) -> WorkerSettings {
+    WorkerSettings {
+        queued_requests: config.max_queued_requests.map(length),
+        queued_tokens: config.max_queued_tokens,
+        step_timeout: config.step_timeout,
+    }
+}
