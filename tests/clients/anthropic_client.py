@@ -9,7 +9,8 @@ import anthropic
 base = sys.argv[1].rstrip("/")
 client = anthropic.Anthropic(base_url=base, api_key="none", max_retries=0)
 model = json.load(urllib.request.urlopen(base + "/v1/models"))["data"][0]["id"]
-question = [{"role": "user", "content": "What is 2+2?"}]
+embedded = model == "embedded"
+question = [{"role": "user", "content": "What is 423 minus 269?"}]
 tools = [
     {
         "name": "get_weather",
@@ -41,11 +42,13 @@ def streaming():
     assert seen[0] == "message_start" and seen[-1] == "message_stop", seen
     whole = client.messages.create(model=model, max_tokens=limit, messages=question, extra_body={"temperature": 0})
     assert text(final) == text(whole)
+    assert not embedded or "154" in text(final), final
+    assert not embedded or "thinking" in seen, seen
     assert final.usage.output_tokens == whole.usage.output_tokens
 
 
 def tool_loop():
-    ask = [{"role": "user", "content": "Weather in Paris?"}]
+    ask = [{"role": "user", "content": "Tell me the weather in Ankara."}]
     options = dict(model=model, max_tokens=limit, tools=tools, extra_body={"temperature": 0})
     first = client.messages.create(messages=ask, tool_choice={"type": "any"}, **options)
     uses = [block for block in first.content if block.type == "tool_use"]
@@ -54,10 +57,12 @@ def tool_loop():
         streamed = stream.get_final_message()
     assert [b.input for b in streamed.content if b.type == "tool_use"] == [b.input for b in uses]
     if uses and first.stop_reason == "tool_use":
-        results = [{"type": "tool_result", "tool_use_id": block.id, "content": "18 degrees"} for block in uses]
+        results = [{"type": "tool_result", "tool_use_id": block.id, "content": '{"temperature": 22, "condition": "sunny"}'} for block in uses]
         ask += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
         last = client.messages.create(messages=ask, **options)
         assert last.stop_reason in ("end_turn", "max_tokens", "tool_use")
+        assert not embedded or "22 degrees" in text(last), last
+    assert not embedded or [block.input for block in uses] == [{"city": "Ankara"}], first
 
 
 def thinking():
@@ -66,6 +71,10 @@ def thinking():
     )
     blocks = [block for block in answer.content if block.type == "thinking"]
     assert blocks and blocks[0].signature, answer
+    # The thoughts of an earlier turn come back as they went out.
+    turns = question + [{"role": "assistant", "content": answer.content}, {"role": "user", "content": "What is 2 plus 3?"}]
+    again = client.messages.create(model=model, max_tokens=limit, messages=turns)
+    assert again.stop_reason in ("end_turn", "max_tokens"), again
 
 
 def errors():

@@ -1,10 +1,11 @@
 """The openai package against a server: python openai_client.py BASE_URL
 
-Shapes are checked, not the wisdom of the answers, so any model with parsers and grammars passes.
+Shapes are checked with any model that has parsers and grammars; the embedded model's answers, too.
 """
 
 import base64
 import json
+import pathlib
 import struct
 import sys
 import zlib
@@ -14,7 +15,10 @@ import openai
 base = sys.argv[1].rstrip("/")
 client = openai.OpenAI(base_url=base + "/v1", api_key="none", max_retries=0)
 model = client.models.list().data[0].id
-question = [{"role": "user", "content": "What is 2+2?"}]
+embedded = model == "embedded"
+sum_text = "What is 423 minus 269?"
+weather_text = "Tell me the weather in Ankara."
+question = [{"role": "user", "content": sum_text}]
 tools = [
     {
         "type": "function",
@@ -32,6 +36,7 @@ schema = {
     "additionalProperties": False,
 }
 limit = 192
+vision = pathlib.Path(__file__).resolve().parents[2] / "data/eval/vision.jsonl"
 
 
 def png(colour, side=56):
@@ -48,6 +53,7 @@ def chat():
     assert choice.message.role == "assistant" and choice.finish_reason in ("stop", "length"), answer
     assert choice.message.content or choice.message.reasoning, answer
     assert choice.message.reasoning == choice.message.reasoning_content
+    assert not embedded or (choice.message.reasoning and "154" in choice.message.content), answer
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
     return choice.message
 
@@ -73,7 +79,7 @@ def streaming():
 
 
 def tool_loop():
-    messages = [{"role": "user", "content": "Weather in Paris?"}]
+    messages = [{"role": "user", "content": weather_text}]
     first = client.chat.completions.create(
         model=model, messages=messages, tools=tools, tool_choice="required", max_tokens=limit, temperature=0
     ).choices[0]
@@ -98,11 +104,18 @@ def tool_loop():
     ], streamed
     if calls:
         messages.append(first.message.to_dict())
-        messages += [{"role": "tool", "tool_call_id": c.id, "content": "18 degrees"} for c in calls]
+        messages += [{"role": "tool", "tool_call_id": c.id, "content": '{"temperature": 22, "condition": "sunny"}'} for c in calls]
         last = client.chat.completions.create(
             model=model, messages=messages, tools=tools, max_tokens=limit, temperature=0
         ).choices[0]
         assert last.finish_reason in ("stop", "length", "tool_calls")
+        assert not embedded or "22 degrees" in last.message.content, last
+    assert not embedded or json.loads(calls[0].function.arguments) == {"city": "Ankara"}, calls
+    if embedded:
+        free = client.chat.completions.create(
+            model=model, messages=messages[:1], tools=tools, max_tokens=limit, temperature=0
+        ).choices[0]
+        assert free.finish_reason == "tool_calls" and free.message.tool_calls[0].function.name == "get_weather", free
 
 
 def shapes():
@@ -110,8 +123,14 @@ def shapes():
         model=model, messages=question, max_tokens=limit, temperature=0,
         response_format={"type": "json_schema", "json_schema": {"name": "sum", "strict": True, "schema": schema}},
     ).choices[0]
+    assert not embedded or answer.finish_reason == "stop", answer
     if answer.finish_reason == "stop":
         assert isinstance(json.loads(answer.message.content)["answer"], int), answer
+    helper = client.chat.completions.parse(
+        model=model, messages=question, max_tokens=limit, temperature=0,
+        response_format={"type": "json_schema", "json_schema": {"name": "sum", "strict": True, "schema": schema}},
+    )
+    assert helper.choices[0].message.content == answer.message.content
 
 
 def images():
@@ -123,22 +142,27 @@ def images():
         model=model, messages=[{"role": "user", "content": parts}], max_tokens=limit, temperature=0
     )
     assert answer.usage.prompt_tokens > 16
+    if embedded:
+        item = json.loads(open(vision).readline())
+        seen = client.chat.completions.create(model=model, messages=item["messages"], max_tokens=limit, temperature=0)
+        assert item["answer"] in seen.choices[0].message.content, seen
     try:
         parts[1]["image_url"]["url"] = "https://example.com/a.png"
         client.chat.completions.create(model=model, messages=[{"role": "user", "content": parts}])
     except openai.BadRequestError as error:
-        assert "data:" in str(error)
+        assert "data:" in str(error), error
     else:
         raise AssertionError("an https image was taken")
 
 
 def responses():
-    answer = client.responses.create(model=model, input="What is 2+2?", max_output_tokens=limit, temperature=0)
+    answer = client.responses.create(model=model, input=sum_text, max_output_tokens=limit, temperature=0)
+    assert not embedded or "154" in answer.output_text, answer
     assert answer.status in ("completed", "incomplete") and answer.output, answer
     text = ""
     last = None
     for event in client.responses.create(
-        model=model, input="What is 2+2?", max_output_tokens=limit, temperature=0, stream=True
+        model=model, input=sum_text, max_output_tokens=limit, temperature=0, stream=True
     ):
         last = event
         if event.type == "response.output_text.delta":
@@ -146,7 +170,7 @@ def responses():
     assert text == answer.output_text, (text, answer.output_text)
     assert last.type in ("response.completed", "response.incomplete")
     called = client.responses.create(
-        model=model, input="Weather in Paris?", max_output_tokens=limit, temperature=0, tool_choice="required",
+        model=model, input=weather_text, max_output_tokens=limit, temperature=0, tool_choice="required",
         tools=[{"type": "function", **tools[0]["function"], "strict": False}],
     )
     for item in called.output:

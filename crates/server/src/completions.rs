@@ -58,8 +58,7 @@ pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Re
     let (plan, requests) = read.await?;
     let weight = if requests.iter().any(|request| request.structure.is_some()) { usize::MAX } else { 0 };
     let compiler = Arc::clone(&app);
-    let requests =
-        crate::off_thread(weight, move || constrained(&compiler, requests, "structured_outputs")).await?;
+    let requests = crate::off_thread(weight, move || constrained(&compiler, requests, "structured_outputs")).await?;
     let mut run = Run::start(&app, requests)?;
     let estimate = run.estimate();
     if !plan.stream {

@@ -24,7 +24,8 @@ pub fn permitted(url: &str, domains: &[String]) -> Result<(), String> {
         return Ok(());
     }
     Err(if domains.is_empty() {
-        "this server fetches images from no host (server flag --allowed-media-domains); send the image as a data: URL".to_owned()
+        "this server fetches images from no host (server flag --allowed-media-domains); send the image as a data: URL"
+            .to_owned()
     } else {
         format!("this server does not fetch images from {host:?}; send the image as a data: URL")
     })

@@ -163,7 +163,8 @@ fn cpu_sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize) -> Res
         page: CpuCache::page_bytes(&shape) as u64,
         page_tokens: PAGE_TOKENS as u64,
     };
-    let weights: u64 = checkpoint.files().filter_map(|name| checkpoint.file(name)).map(|f| f.as_slice().len() as u64).sum();
+    let weights: u64 =
+        checkpoint.files().filter_map(|name| checkpoint.file(name)).map(|f| f.as_slice().len() as u64).sum();
     let budget = cpu_budget(config.cache_bytes, config.memory_share_given, weights, host_memory())?;
     let wish = Wish {
         sequences: config.max_num_seqs.unwrap_or(1),

@@ -244,7 +244,10 @@ impl EngineCounters {
             counter.inner().store(value, Ordering::Relaxed);
         }
         for (reason, value) in &from.state_misses {
-            self.state_misses.get_or_create(&vec![("reason", Cow::Owned(reason.clone()))]).inner().store(*value, Ordering::Relaxed);
+            self.state_misses
+                .get_or_create(&vec![("reason", Cow::Owned(reason.clone()))])
+                .inner()
+                .store(*value, Ordering::Relaxed);
         }
         for (position, &value) in from.accepted_by_position.iter().enumerate() {
             let labels = vec![("position", Cow::Owned(position.to_string()))];

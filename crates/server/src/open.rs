@@ -154,7 +154,9 @@ const GENERATION: &str = "generation_config.json";
 
 fn generation_file(checkpoint: &Checkpoint, config: &ServeConfig) -> Result<Map<String, Value>, OpenError> {
     let text = match &config.generation_config {
-        GenerationConfig::Neutral | GenerationConfig::Model => checkpoint.file(GENERATION).map(|bytes| bytes.as_slice().to_vec()),
+        GenerationConfig::Neutral | GenerationConfig::Model => {
+            checkpoint.file(GENERATION).map(|bytes| bytes.as_slice().to_vec())
+        }
         GenerationConfig::Directory(directory) => {
             let path = Path::new(directory).join(GENERATION).display().to_string();
             Some(read(&path)?.into_bytes())

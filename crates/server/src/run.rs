@@ -96,7 +96,16 @@ impl Run {
         let following = tickets.into_iter().zip(meters);
         let answers = following.map(|(ticket, meter)| Following { ticket: Some(ticket), meter }).collect();
         let app = Arc::clone(app);
-        Ok(Self { app, events, answers, open: n, cached_tokens: 0, first_token_ms, silence: None, _in_flight: in_flight })
+        Ok(Self {
+            app,
+            events,
+            answers,
+            open: n,
+            cached_tokens: 0,
+            first_token_ms,
+            silence: None,
+            _in_flight: in_flight,
+        })
     }
 
     /// What the client may be told of the wait, as it was when the request came.
@@ -151,7 +160,8 @@ impl Run {
         }
         let Some(patience) = patience else { return self.wait(batch).await.map(|()| true) };
         let now = Instant::now();
-        let silence = self.silence.get_or_insert_with(|| Silence { since: now, timer: Box::pin(sleep_until(now + patience)) });
+        let silence =
+            self.silence.get_or_insert_with(|| Silence { since: now, timer: Box::pin(sleep_until(now + patience)) });
         silence.since = now;
         loop {
             tokio::select! {

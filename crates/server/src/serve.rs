@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::app::App;
-pub use crate::port::bind;
 use crate::port::Port;
+pub use crate::port::bind;
 use crate::router::router;
 
 /// Why the server ended.

@@ -18,9 +18,8 @@ fn picture() -> Value {
 async fn the_last_turn_begins_at_a_marker_of_the_template() {
     let server = Server::saying("a</think>b");
     let call = json!([{"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}]);
-    let turns = |last: Value| {
-        json!([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, last])
-    };
+    let turns =
+        |last: Value| json!([{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, last]);
     for (messages, marker, tail) in [
         (user("hi"), "<|user|>", "hi"),
         (turns(json!({"role": "user", "content": "see <|user|> and <|observation|>"})), "<|user|>", "see <|user|>"),

@@ -136,10 +136,14 @@ fn flags_that_do_not_go_together() {
 #[cfg(not(feature = "tls"))]
 #[test]
 fn encryption_is_refused_where_it_is_not_built_in() {
-    for flags in ["--ssl-keyfile k", "--ssl-certfile c", "--ssl-ca-certs a", "--allowed-media-domains [\"a.example\"]"] {
+    for flags in ["--ssl-keyfile k", "--ssl-certfile c", "--ssl-ca-certs a", "--allowed-media-domains [\"a.example\"]"]
+    {
         let error = parse(&words(flags)).err().unwrap_or_else(|| panic!("{flags} passes"));
         let name = words(flags).swap_remove(0);
-        assert!(error.to_string().contains(&format!("{name}: this program is built without the feature tls")), "{error}");
+        assert!(
+            error.to_string().contains(&format!("{name}: this program is built without the feature tls")),
+            "{error}"
+        );
     }
 }
 

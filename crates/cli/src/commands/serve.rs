@@ -1,6 +1,10 @@
 //! `glimmer serve`: flags, log, model; the rest is the server's.
 
-use std::{io::Write as _, path::Path, process::ExitCode};
+use std::{
+    io::Write as _,
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use anyhow::{Context as _, bail};
 use glimmer_checkpoint::{Checkpoint, SynthOptions};
@@ -53,7 +57,8 @@ fn read_flags(arguments: &[String], threads: Option<u16>) -> Result<(Settings, S
 
 /// Says what is wrong with the flags.
 fn refuse(error: &FlagError) -> anyhow::Result<ExitCode> {
-    let hint = if matches!(error, FlagError::Usage(_)) { "\nusage: glimmer serve [MODEL] [FLAGS]; see --help" } else { "" };
+    let hint =
+        if matches!(error, FlagError::Usage(_)) { "\nusage: glimmer serve [MODEL] [FLAGS]; see --help" } else { "" };
     writeln!(anstream::stderr(), "{error}{hint}")?;
     Ok(ExitCode::from(error.exit_code()))
 }
@@ -90,7 +95,7 @@ fn device(config: &ServeConfig) -> anyhow::Result<Device> {
 
 fn serve(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> {
     let device = device(&config)?;
-    let checkpoint = checkpoint(&config)?;
+    let (checkpoint, scratch) = checkpoint(&config)?;
     config.resolve(&mut settings, &ModelShape::of(&checkpoint), device)?;
     tracing::info!("glimmer {} starts with\n{}", env!("CARGO_PKG_VERSION"), settings.describe().trim_end());
     for note in config.notes(&settings, device) {
@@ -109,7 +114,11 @@ fn serve(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> 
     let threads = config.threads.unwrap_or_else(|| open::threads(None));
     let port = Port::new(bind(config.host.as_deref(), config.port)?, tls(&config)?);
     let options = config.options.clone();
-    let load = move || glimmer_server::live::load_cpu(threads, &checkpoint, &config);
+    let load = move || {
+        let loaded = glimmer_server::live::load_cpu(threads, checkpoint, &config);
+        drop(scratch);
+        loaded
+    };
     let served = runtime.block_on(glimmer_server::start::run(options, port, load));
     // What still runs (a load that was interrupted, requests beyond the time limit) ends with the process.
     runtime.shutdown_background();
@@ -137,37 +146,44 @@ const WORKERS: usize = 2;
 /// Threads for templates, pictures and grammars; each may hold a picture's pixels.
 const BLOCKING: usize = 16;
 
-/// The model; with `--load-format dummy` random weights for its configuration.
-fn checkpoint(config: &ServeConfig) -> anyhow::Result<Checkpoint> {
+/// The model; with `--load-format dummy` random weights for its configuration, in files that are needed until it is loaded.
+fn checkpoint(config: &ServeConfig) -> anyhow::Result<(Checkpoint, Option<Scratch>)> {
     let directory = config.model.as_deref().map(Path::new);
     match directory.filter(|_| config.dummy_weights) {
-        None => open::model(directory),
-        Some(directory) => invented(directory, config.seed),
+        None => Ok((open::model(directory)?, None)),
+        Some(directory) => {
+            let (checkpoint, scratch) = invented(directory, config.seed)?;
+            Ok((checkpoint, Some(scratch)))
+        }
+    }
+}
+
+/// A directory that goes away with its guard; files that are mapped stay readable.
+struct Scratch(PathBuf);
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let Err(error) = std::fs::remove_dir_all(&self.0) {
+            tracing::warn!(%error, path = %self.0.display(), "left behind");
+        }
     }
 }
 
 /// Weights invented for the configuration in `directory`, whose other files are taken as they are.
-fn invented(directory: &Path, seed: i64) -> anyhow::Result<Checkpoint> {
+fn invented(directory: &Path, seed: i64) -> anyhow::Result<(Checkpoint, Scratch)> {
     let text = open::text(&directory.join("config.json"))?;
-    let scratch = std::env::temp_dir().join(format!("glimmer-dummy-{}", std::process::id()));
-    let made = (|| {
-        let options = SynthOptions { seed: seed.unsigned_abs(), ..SynthOptions::default() };
-        glimmer_checkpoint::synth(&text, &scratch, options, &mut |_, _| ())?;
-        for entry in std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))? {
-            let path = entry?.path();
-            let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
-            let name = path.file_name().unwrap_or_default();
-            let theirs = ["json", "jinja"].contains(&kind) && name != "config.json" && name != "model.safetensors.index.json";
-            if theirs {
-                std::fs::copy(&path, scratch.join(name)).with_context(|| format!("cannot copy {}", path.display()))?;
-            }
+    let scratch = Scratch(std::env::temp_dir().join(format!("glimmer-dummy-{}", std::process::id())));
+    let options = SynthOptions { seed: seed.unsigned_abs(), ..SynthOptions::default() };
+    glimmer_checkpoint::synth(&text, &scratch.0, options, &mut |_, _| ())?;
+    for entry in std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))? {
+        let path = entry?.path();
+        let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
+        let name = path.file_name().unwrap_or_default();
+        let made = ["config.json", "model.safetensors.index.json"].iter().any(|made| name == *made);
+        if ["json", "jinja"].contains(&kind) && !made {
+            std::fs::copy(&path, scratch.0.join(name)).with_context(|| format!("cannot copy {}", path.display()))?;
         }
-        Ok(Checkpoint::open(&scratch)?.located(format!("{} with invented weights", directory.display())))
-    })();
-    // The opened files stay readable without their names.
-    let removed = std::fs::remove_dir_all(&scratch);
-    if let Err(error) = removed {
-        tracing::warn!(%error, path = %scratch.display(), "left behind");
     }
-    made
+    let checkpoint = Checkpoint::open(&scratch.0)?.located(format!("{} with invented weights", directory.display()));
+    Ok((checkpoint, scratch))
 }

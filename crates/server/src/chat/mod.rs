@@ -33,7 +33,6 @@ pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Re
     let (ready, ()) = job::make_ready(&app, body, read, "chatcmpl-").await?;
     let submitted = ready.submit(&app)?;
     let (estimate, stream) = (submitted.run.estimate(), submitted.plan.stream);
-    let response =
-        if stream { stream::respond(app, submitted).await? } else { whole::respond(app, submitted).await? };
+    let response = if stream { stream::respond(app, submitted).await? } else { whole::respond(app, submitted).await? };
     Ok(estimate.stamp(response))
 }

@@ -31,7 +31,7 @@ pub enum FlagError {
 impl FlagError {
     /// What the process should exit with.
     #[must_use]
-    pub fn exit_code(&self) -> i32 {
+    pub fn exit_code(&self) -> u8 {
         match self {
             Self::Usage(_) => 2,
             Self::Conflict(_) => 1,

@@ -93,7 +93,12 @@ pub const FLAGS: &[Flag] = &[
     flag("ssl-certfile", Text, "null", "the server's certificate"),
     flag("ssl-ca-certs", Text, "null", "authorities whose clients may connect"),
     flag("ssl-cert-reqs", Int(0, 2), "0", "certificates of clients: 0 not asked for, 1 checked if shown, 2 required"),
-    flag("allowed-media-domains", JsonTexts, "[]", "hosts from which images may be fetched by https; * is every public one"),
+    flag(
+        "allowed-media-domains",
+        JsonTexts,
+        "[]",
+        "hosts from which images may be fetched by https; * is every public one",
+    ),
     flag("max-request-body-bytes", Size(1, MOST), "67108864", "longest body of a request"),
     flag("headless", Switch, "false", "serve no HTTP: a rank of another host's server"),
     flag("api-server-count", Int(0, 1), "null", "front ends; there is one"),

@@ -99,8 +99,7 @@ fn the_bytes_of_a_slot_and_a_page_are_what_is_allocated() {
         }
         values * size_of::<f32>()
     };
-    let (base, slots, pages) =
-        (shape(), CacheShape { slots: 4, ..shape() }, CacheShape { pages: 5, ..shape() });
+    let (base, slots, pages) = (shape(), CacheShape { slots: 4, ..shape() }, CacheShape { pages: 5, ..shape() });
     assert_eq!(bytes(&slots) - bytes(&base), CpuCache::slot_bytes(&base));
     assert_eq!(bytes(&pages) - bytes(&base), 3 * CpuCache::page_bytes(&base));
 }

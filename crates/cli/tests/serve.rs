@@ -1,0 +1,231 @@
+//! `glimmer serve` as a process: sockets, signals, exit codes.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
+
+use std::{
+    io::{Read as _, Write as _},
+    net::{TcpListener, TcpStream},
+    path::{Path, PathBuf},
+    process::{Child, Command, Output, Stdio},
+    time::Duration,
+};
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn micro() -> String {
+    root().join("models/micro-bf16").display().to_string()
+}
+
+fn glimmer(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_glimmer"));
+    command.arg("serve").args(arguments).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    command
+}
+
+/// A port that was free a moment ago.
+fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// A server that ends with the test.
+struct Server {
+    child: Option<Child>,
+    port: u16,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        if let Some(mut child) = self.child.take() {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+    }
+}
+
+impl Server {
+    /// Starts and waits until it says that it is healthy.
+    fn start(arguments: &[&str]) -> Self {
+        let port = free_port();
+        let text = port.to_string();
+        let mut arguments = arguments.to_vec();
+        arguments.extend(["--host", "127.0.0.1", "--port", &text]);
+        let mut server = Self { child: Some(glimmer(&arguments).spawn().unwrap()), port };
+        loop {
+            let child = server.child.as_mut().unwrap();
+            if child.try_wait().unwrap().is_some() {
+                let output = server.child.take().unwrap().wait_with_output().unwrap();
+                panic!("{arguments:?} ended: {}", String::from_utf8_lossy(&output.stderr));
+            }
+            match server.try_send("GET", "/health", "") {
+                Ok(answer) if answer.starts_with("HTTP/1.1 200") => return server,
+                Ok(answer) => assert!(answer.starts_with("HTTP/1.1 503"), "{answer}"),
+                Err(_) => {}
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn try_send(&self, method: &str, path: &str, body: &str) -> std::io::Result<String> {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port))?;
+        let length = body.len();
+        write!(
+            stream,
+            "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\ncontent-length: \
+             {length}\r\n\r\n{body}"
+        )?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text)?;
+        Ok(text)
+    }
+
+    fn post(&self, path: &str, body: &str) -> String {
+        self.try_send("POST", path, body).unwrap()
+    }
+
+    /// Asks it to stop and gives what it left behind.
+    fn stop(mut self) -> Output {
+        let child = self.child.take().unwrap();
+        let killed = Command::new("kill").args(["-TERM", &child.id().to_string()]).status().unwrap();
+        assert!(killed.success());
+        child.wait_with_output().unwrap()
+    }
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn the_embedded_model_answers_and_a_signal_ends_it() {
+    let server = Server::start(&[]);
+    let models = server.try_send("GET", "/v1/models", "").unwrap();
+    assert!(models.contains("\"max_model_len\":8192"), "{models}");
+    let question = r#"{"messages": [{"role": "user", "content": "What is 423 minus 269?"}], "temperature": 0"#;
+    let whole = server.post("/v1/chat/completions", &format!("{question}}}"));
+    assert!(
+        whole.starts_with("HTTP/1.1 200") && whole.contains("154") && whole.contains("\"reasoning\":\""),
+        "{whole}"
+    );
+    let stream = server.post("/v1/chat/completions", &format!("{question}, \"stream\": true}}"));
+    assert!(stream.contains("\"reasoning_content\":") && stream.contains("data: [DONE]"), "{stream}");
+    let metrics = server.try_send("GET", "/metrics", "").unwrap();
+    assert!(
+        metrics.contains("vllm:request_success_total{model_name=\"embedded\",engine=\"0\",finished_reason=\"stop\"} 2"),
+        "{metrics}"
+    );
+    let output = server.stop();
+    let log = text(&output.stderr);
+    assert!(output.status.success(), "{log}");
+    for line in
+        ["GPU KV cache size: ", "Maximum concurrency for 8,192 tokens per request: ", "Application startup complete"]
+    {
+        assert!(log.contains(line), "{line} in {log}");
+    }
+    assert!(output.stdout.is_empty());
+}
+
+#[test]
+fn drafts_and_json_log_lines() {
+    let drafts = r#"{"method": "mtp", "num_speculative_tokens": 2}"#;
+    let model = micro();
+    let server = Server::start(&[&model, "--speculative-config", drafts, "--log-format", "json"]);
+    let answer = server.post("/v1/completions", r#"{"prompt": "one two three", "max_tokens": 20, "ignore_eos": true}"#);
+    assert!(answer.contains("\"completion_tokens\":20"), "{answer}");
+    let metrics = server.try_send("GET", "/metrics", "").unwrap();
+    let drafted = metrics.lines().find(|line| line.starts_with("vllm:spec_decode_num_draft_tokens_total{")).unwrap();
+    assert!(!drafted.ends_with(" 0"), "{drafted}");
+    let output = server.stop();
+    assert!(output.status.success());
+    let mut lines = 0;
+    for line in text(&output.stderr).lines() {
+        let value: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert!(value["message"].is_string() && value["level"].is_string(), "{line}");
+        lines += 1;
+    }
+    assert!(lines > 2);
+}
+
+/// Every published command starts, with the path of the model there is and a port of our own.
+#[test]
+fn every_recipe_starts_on_the_cpu() {
+    let mut count = 0;
+    for entry in std::fs::read_dir(root().join("data/recipes")).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|extension| extension != "args") {
+            continue;
+        }
+        count += 1;
+        let recipe = std::fs::read_to_string(&path).unwrap();
+        let model = micro();
+        let mut arguments: Vec<&str> = recipe.lines().collect();
+        arguments[0] = &model;
+        if arguments.contains(&"--headless") {
+            // A rank without HTTP: it runs until it is told to stop.
+            let child = glimmer(&arguments).spawn().unwrap();
+            std::thread::sleep(Duration::from_millis(500));
+            let output = Server { child: Some(child), port: 0 }.stop();
+            let log = text(&output.stderr);
+            assert!(log.contains("--headless: on the CPU"), "{log}");
+            continue;
+        }
+        // The last of two counts.
+        let server = Server::start(&arguments);
+        let answer = server.post("/v1/completions", r#"{"prompt": "one two three", "max_tokens": 3}"#);
+        assert!(answer.starts_with("HTTP/1.1 200"), "{}: {answer}", path.display());
+        let output = server.stop();
+        let log = text(&output.stderr);
+        assert!(output.status.success() && log.contains("--tensor-parallel-size"), "{}: {log}", path.display());
+    }
+    assert_eq!(count, 9);
+}
+
+#[test]
+fn a_dry_run_prints_every_setting_with_its_origin() {
+    let output = glimmer(&["--dry-run", "--max-num-seqs", "7"]).output().unwrap();
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    let lines = text(&output.stdout);
+    let line = |name: &str| lines.lines().find(|l| l.split_whitespace().next() == Some(name)).unwrap().to_owned();
+    assert!(line("--max-num-seqs").ends_with("7  (command line)"));
+    assert!(line("--max-num-batched-tokens").ends_with("(default on the CPU)"));
+    assert!(line("--max-model-len").ends_with("8192  (the model's length)"));
+    assert!(line("--tool-call-parser").ends_with("\"glm47\"  (the embedded model's)"));
+    assert!(line("--port").ends_with("8000  (default)"));
+    let output = glimmer(&["/no/such/model", "--dry-run"]).output().unwrap();
+    assert!(output.status.success() && text(&output.stderr).contains("/no/such/model"));
+}
+
+#[test]
+fn what_is_wrong_ends_before_anything_is_loaded() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let (port, free) = (taken.local_addr().unwrap().port().to_string(), free_port().to_string());
+    for (arguments, code, needle) in [
+        (&["--no-such-flag"][..], 2, "unknown flag --no-such-flag"),
+        (&["--port", "0"], 2, "--port: expected a whole number"),
+        (&["--enable-auto-tool-choice", "m"], 1, "requires --tool-call-parser"),
+        (&["/no/such/model"], 1, "/no/such/model"),
+        (&["--host", "127.0.0.1", "--port", &port], 1, "cannot listen on 127.0.0.1:"),
+        (&["--chat-template", "/no/such.jinja", "--port", &free], 1, "/no/such.jinja"),
+        (&["--device", "cuda"], 1, "--device cuda"),
+        (&["--kv-cache-memory", "1000", "--port", &free], 1, "the cache gets 1000 bytes"),
+    ] {
+        let output = glimmer(arguments).output().unwrap();
+        let log = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {log}");
+        assert!(log.contains(needle), "{arguments:?}: {log}");
+    }
+    let help = glimmer(&["--help"]).output().unwrap();
+    assert!(help.status.success() && text(&help.stdout).contains("--speculative-config"));
+}
+
+#[test]
+fn invented_weights_serve_too() {
+    let model = micro();
+    let server =
+        Server::start(&[&model, "--load-format", "dummy", "--served-model-name", "noise", "--max-num-seqs", "2"]);
+    let answer =
+        server.post("/v1/completions", r#"{"model": "noise", "prompt": "a", "max_tokens": 2, "ignore_eos": true}"#);
+    assert!(answer.contains("\"completion_tokens\":2"), "{answer}");
+    assert!(server.stop().status.success());
+}
