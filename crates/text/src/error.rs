@@ -111,4 +111,10 @@ pub enum TextError {
         /// What is wrong.
         problem: String,
     },
+    /// Grammars cannot be made for this tokenizer.
+    #[error("grammars: {problem}")]
+    Grammar {
+        /// What is wrong.
+        problem: String,
+    },
 }

@@ -15,6 +15,7 @@
 mod added;
 mod detokenizer;
 mod error;
+mod grammar;
 mod media;
 mod message;
 mod output;
@@ -28,6 +29,7 @@ mod tokenizer;
 pub use added::{AddedToken, AddedTokens};
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
+pub use grammar::GrammarCompiler;
 pub use media::{DataUrl, VideoFrame};
 pub use message::{Content, MediaSource, Message, Part, Role, ToolCall, parse_messages};
 pub use output::{
