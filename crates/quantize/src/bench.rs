@@ -1,8 +1,9 @@
 //! Speed of the solver against the machine's multiply-add rate, measured in the same run.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use glimmer_tensor::gemm::peak_flops;
+use glimmer_tensor::Cpu;
+use glimmer_tensor::cpu::bench::fma_rate;
 
 use crate::gptq::{DeadColumns, Factor, Order, Settings};
 use crate::hessian::{Moments, Shrunk};
@@ -11,6 +12,8 @@ use crate::scales::{ScaleRule, scales};
 
 /// Repetitions, of which the fastest counts.
 const REPEATS: usize = 4;
+/// Time to measure the multiply-add rate in.
+const PATIENCE: Duration = Duration::from_millis(400);
 
 /// One size of the solver bench.
 #[derive(Debug, Clone, serde::Serialize)]
@@ -33,7 +36,7 @@ pub struct SolveSpeed {
     pub solve_seconds: f64,
     /// Its rate in GFLOP/s (`n^3 / 3 + rows n^2`: what the recursion really computes).
     pub solve_gflops: f64,
-    /// f32 multiply-add rate of the machine on as many threads, GFLOP/s.
+    /// f32 multiply-add rate of the machine on as many threads, in registers alone, GFLOP/s.
     pub peak_gflops: f64,
     /// `solve_gflops / peak_gflops`.
     pub ratio: f64,
@@ -54,9 +57,11 @@ pub fn solve_speed(n: usize, rows: usize, threads: usize) -> SolveSpeed {
     let tokens = 2 * n;
     let (x, w) = (noise(tokens * n), noise(rows * n));
     let mut h = Moments::with_precision(n, Precision::Single);
-    let peak_gflops = peak_flops(threads) / 1e9;
+    let cpu = Cpu::new(threads);
+    let peak_gflops = fma_rate(&cpu, PATIENCE) * 1e-9;
+    let pool = Some(cpu.pool());
     let start = Instant::now();
-    h.add(&x, threads).expect("the noise is finite");
+    h.add(&x, pool).expect("the noise is finite");
     let h = h.finish();
     let hessian_seconds = start.elapsed().as_secs_f64();
     let settings = Settings { order: Order::Static, damp: 0.01, dead: DeadColumns::Keep };
@@ -65,13 +70,13 @@ pub fn solve_speed(n: usize, rows: usize, threads: usize) -> SolveSpeed {
     let mut round_seconds = f64::INFINITY;
     for _ in 0..REPEATS {
         let start = Instant::now();
-        let factor = Factor::new(&Shrunk::own(&h), &settings, threads);
+        let factor = Factor::new(&Shrunk::own(&h), &settings, pool);
         factor_seconds = factor_seconds.min(start.elapsed().as_secs_f64());
         let start = Instant::now();
         let scales = scales(ScaleRule::Imse, &w, n, group, Some(factor.importance()));
         scales_seconds = scales_seconds.min(start.elapsed().as_secs_f64());
         let start = Instant::now();
-        std::hint::black_box(factor.solve(&w, &scales, group, threads));
+        std::hint::black_box(factor.solve(&w, &scales, group, pool));
         round_seconds = round_seconds.min(start.elapsed().as_secs_f64());
     }
     let solve_seconds = factor_seconds + round_seconds;

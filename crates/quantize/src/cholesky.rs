@@ -5,6 +5,7 @@
 //! (`n^3 / 3` operations). No inverse of the whole matrix is ever formed: the GPTQ recursion needs only `L` (module
 //! [`gptq`](crate::gptq)).
 
+use glimmer_tensor::cpu::Pool;
 use glimmer_tensor::gemm::{Region, Sign, View, gemm};
 
 use crate::real::Real;
@@ -27,17 +28,16 @@ pub struct NotPositive {
 ///
 /// # Errors
 /// [`NotPositive`] when a pivot is zero, negative or not a number; `a` is then spoiled.
-pub fn factor<T: Real>(a: &mut [T], n: usize, threads: usize) -> Result<(), NotPositive> {
+pub fn factor<T: Real>(a: &mut [T], n: usize, threads: Option<&Pool>) -> Result<(), NotPositive> {
     assert_eq!(a.len(), n * n, "a square matrix");
     factor_panels(a, n, PANEL, threads)
 }
 
-fn factor_panels<T: Real>(a: &mut [T], n: usize, panel: usize, threads: usize) -> Result<(), NotPositive> {
+fn factor_panels<T: Real>(a: &mut [T], n: usize, panel: usize, threads: Option<&Pool>) -> Result<(), NotPositive> {
     let edge = panel.min(n);
     let mut diagonal = vec![0.0f64; edge * edge];
     let mut inverse = vec![0.0f64; edge * edge];
     let mut narrow = vec![T::ZERO; edge * edge];
-    let mut below = vec![T::ZERO; (n - edge) * edge];
     let mut solved = vec![T::ZERO; (n - edge) * edge];
     for k in (0..n).step_by(panel) {
         let width = panel.min(n - k);
@@ -49,7 +49,7 @@ fn factor_panels<T: Real>(a: &mut [T], n: usize, panel: usize, threads: usize) -
         }
         let at = |inner: NotPositive| NotPositive { pivot: k + inner.pivot };
         if panel > INNER_PANEL {
-            factor_panels(diagonal, width, INNER_PANEL, 1).map_err(at)?;
+            factor_panels(diagonal, width, INNER_PANEL, None).map_err(at)?;
         } else {
             factor_small(diagonal, width).map_err(at)?;
         }
@@ -65,14 +65,11 @@ fn factor_panels<T: Real>(a: &mut [T], n: usize, panel: usize, threads: usize) -
         for (to, &from) in narrow.iter_mut().zip(&inverse[..width * width]) {
             *to = T::of_f64(from);
         }
-        let (below, solved) = (&mut below[..rest * width], &mut solved[..rest * width]);
-        for (i, row) in below.chunks_exact_mut(width).enumerate() {
-            row.copy_from_slice(&a[(k + width + i) * n + k..][..width]);
-        }
+        let solved = &mut solved[..rest * width];
         solved.fill(T::ZERO);
         let inverse = View::new(&narrow[..width * width], width, width, width);
-        let view = View::new(below, rest, width, width);
-        gemm(Sign::Plus, view, inverse.transposed(), solved, width, Region::Full, threads);
+        let below = View::new(&a[(k + width) * n + k..], rest, width, n);
+        gemm(Sign::Plus, below, inverse.transposed(), solved, width, Region::Full, threads);
         for (i, row) in solved.chunks_exact(width).enumerate() {
             a[(k + width + i) * n + k..][..width].copy_from_slice(row);
         }
@@ -107,10 +104,10 @@ fn invert(l: &[f64], inverse: &mut [f64], n: usize) {
             let mut product = vec![0.0; low * done];
             let b = View::new(&l[corner * n + i..], low, done, n);
             let a = View::new(&inverse[i * n + i..], done, done, n);
-            gemm(Sign::Plus, b, a, &mut product, done, Region::Full, 1);
+            gemm(Sign::Plus, b, a, &mut product, done, Region::Full, None);
             let mut result = vec![0.0; low * done];
             let c = View::new(&inverse[corner * n + corner..], low, low, n);
-            gemm(Sign::Minus, c, View::new(&product, low, done, done), &mut result, done, Region::Full, 1);
+            gemm(Sign::Minus, c, View::new(&product, low, done, done), &mut result, done, Region::Full, None);
             for (r, row) in result.chunks_exact(done).enumerate() {
                 inverse[(corner + r) * n + i..][..done].copy_from_slice(row);
             }
@@ -188,9 +185,10 @@ mod tests {
     }
 
     fn residual<T: Real>(n: usize, threads: usize) -> f64 {
+        let pool = Pool::new(threads);
         let a = positive(n);
         let mut l: Vec<T> = a.iter().map(|&v| T::of_f64(v)).collect();
-        factor(&mut l, n, threads).unwrap();
+        factor(&mut l, n, Some(&pool)).unwrap();
         let mut worst = 0.0f64;
         for i in 0..n {
             for j in 0..=i {
@@ -213,7 +211,7 @@ mod tests {
     fn the_inverse_of_a_triangle_undoes_it() {
         for n in [1, 20, 32, 33, 64, 100, 256] {
             let mut l = positive(n);
-            factor(&mut l, n, 1).unwrap();
+            factor(&mut l, n, None).unwrap();
             let mut inverse = vec![0.0; n * n];
             invert(&l, &mut inverse, n);
             for i in 0..n {
@@ -230,8 +228,8 @@ mod tests {
     fn threads_do_not_change_a_bit() {
         let a: Vec<f32> = positive(700).into_iter().map(|v| v as f32).collect();
         let (mut one, mut three) = (a.clone(), a);
-        factor(&mut one, 700, 1).unwrap();
-        factor(&mut three, 700, 3).unwrap();
+        factor(&mut one, 700, None).unwrap();
+        factor(&mut three, 700, Some(&Pool::new(3))).unwrap();
         for i in 0..700 {
             assert!(one[i * 700..=i * 700 + i] == three[i * 700..=i * 700 + i]);
         }
@@ -244,8 +242,8 @@ mod tests {
         for i in 0..n {
             a[i * n + i] = if i == 150 { -1.0 } else { 1.0 };
         }
-        assert_eq!(factor(&mut a, n, 1), Err(NotPositive { pivot: 150 }));
+        assert_eq!(factor(&mut a, n, None), Err(NotPositive { pivot: 150 }));
         let mut nan = vec![f32::NAN; 4];
-        assert_eq!(factor(&mut nan, 2, 1), Err(NotPositive { pivot: 0 }));
+        assert_eq!(factor(&mut nan, 2, None), Err(NotPositive { pivot: 0 }));
     }
 }

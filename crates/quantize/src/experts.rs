@@ -12,6 +12,7 @@ use glimmer_checkpoint::writer::ShardWriter;
 use glimmer_checkpoint::{Checkpoint, ExpertMatrix, Projection, TextConfig};
 use glimmer_model::streaming::{Routes, Runner};
 use glimmer_model::weights::{Loader, layer_prefix};
+use glimmer_tensor::cpu::Pool;
 use glimmer_tensor::{Backend, Swiglu};
 
 use crate::error::{Error, Result};
@@ -74,7 +75,7 @@ pub(crate) struct LayerWork<'a> {
     pub(crate) source: &'a Checkpoint,
     pub(crate) recipe: &'a Recipe,
     pub(crate) layer: usize,
-    pub(crate) threads: usize,
+    pub(crate) threads: &'a Pool,
     pub(crate) budget_bytes: usize,
 }
 
@@ -101,8 +102,8 @@ impl LayerWork<'_> {
     pub(crate) fn round(&self, writer: &mut ShardWriter, progress: &mut dyn Progress) -> Result<LayerReport> {
         let matrices = self.matrices_in_order();
         let mut reports = Vec::with_capacity(matrices.len());
-        let task = |i: usize| quantize(self.source, &matrices[i], self.recipe, None, 1);
-        workers::run(matrices.len(), self.threads, task, |done| {
+        let task = |i: usize, _: Option<&Pool>| quantize(self.source, &matrices[i], self.recipe, None, None);
+        workers::run(matrices.len(), self.threads.threads(), 1, task, |done| {
             self.write(writer, &done, &mut reports, progress)?;
             check(progress)
         })?;
@@ -142,31 +143,31 @@ impl LayerWork<'_> {
         let shared = self.recipe.experts == CalibratedExperts::All;
         let pool = if shared || k > 0.0 {
             let all = Rows::all(inputs.tokens);
-            Some(self.input_moments(inputs, &all, self.threads)?)
+            Some(self.input_moments(inputs, &all, Some(self.threads))?)
         } else {
             None
         };
         let common = match &pool {
-            Some(pool) if shared => Some(Factor::new(&Shrunk::own(pool), &self.recipe.settings(), self.threads)),
+            Some(pool) if shared => Some(Factor::new(&Shrunk::own(pool), &self.recipe.settings(), Some(self.threads))),
             _ => None,
         };
         let workers = self.experts_at_once(hidden, self.text().moe.intermediate_size);
-        let inner = (self.threads / workers).max(1);
+        let inner = (self.threads.threads() / workers).max(1);
         let mut kept = Vec::new();
-        let task = |e: usize| {
+        let task = |e: usize, threads: Option<&Pool>| {
             let (own, factor);
             let statistics = match (&common, &pool) {
                 (Some(factor), Some(pool)) => Statistics { factor, own: pool, pool: None },
                 _ => {
-                    own = self.input_moments(inputs, &rows[e], inner)?;
-                    factor = self.factor(&own, pool.as_ref(), k, inner);
+                    own = self.input_moments(inputs, &rows[e], threads)?;
+                    factor = self.factor(&own, pool.as_ref(), k, threads);
                     Statistics { factor: &factor, own: &own, pool: pool.as_ref() }
                 }
             };
-            let quantize = |m| quantize(self.source, m, self.recipe, Some(statistics), inner);
+            let quantize = |m| quantize(self.source, m, self.recipe, Some(statistics), threads);
             Ok([quantize(&gates[e])?, quantize(&ups[e])?])
         };
-        workers::run(gates.len(), workers, task, |pair| {
+        workers::run(gates.len(), workers, inner, task, |pair| {
             for done in pair {
                 self.write(writer, &done, reports, progress)?;
                 if self.recipe.down_inputs == DownInputs::Quantized {
@@ -207,7 +208,7 @@ impl LayerWork<'_> {
             pool = Some(sum.finish());
         }
         let workers = self.experts_at_once(width, self.text().hidden_size);
-        let inner = (self.threads / workers).max(1);
+        let inner = (self.threads.threads() / workers).max(1);
         // Activations need the runner, so they are made here, for as many experts as fit; kept ones need no such pauses.
         let group = if kept.iter().all(Option::is_some) { downs.len() } else { workers };
         for first in (0..downs.len()).step_by(group) {
@@ -218,12 +219,12 @@ impl LayerWork<'_> {
                     None => self.activation_moments(runner, inputs, e, &rows[e], quantized),
                 })
                 .collect::<Result<Vec<_>>>()?;
-            let task = |i: usize| {
-                let factor = self.factor(&own[i], pool.as_ref(), k, inner);
+            let task = |i: usize, threads: Option<&Pool>| {
+                let factor = self.factor(&own[i], pool.as_ref(), k, threads);
                 let statistics = Statistics { factor: &factor, own: &own[i], pool: pool.as_ref() };
-                quantize(self.source, &downs[first + i], self.recipe, Some(statistics), inner)
+                quantize(self.source, &downs[first + i], self.recipe, Some(statistics), threads)
             };
-            workers::run(count, workers, task, |done| {
+            workers::run(count, workers, inner, task, |done| {
                 self.write(writer, &done, reports, progress)?;
                 check(progress)
             })?;
@@ -231,7 +232,7 @@ impl LayerWork<'_> {
         Ok(())
     }
 
-    fn factor(&self, own: &Hessian, pool: Option<&Hessian>, k: f64, threads: usize) -> Factor {
+    fn factor(&self, own: &Hessian, pool: Option<&Hessian>, k: f64, threads: Option<&Pool>) -> Factor {
         let shrunk = match pool {
             Some(pool) => Shrunk::towards(own, pool, k),
             None => Shrunk::own(own),
@@ -260,7 +261,7 @@ impl LayerWork<'_> {
     }
 
     /// Second moments of the layer's inputs over some rows.
-    fn input_moments(&self, inputs: &LayerInputs<'_>, rows: &Rows, threads: usize) -> Result<Hessian> {
+    fn input_moments(&self, inputs: &LayerInputs<'_>, rows: &Rows, threads: Option<&Pool>) -> Result<Hessian> {
         let hidden = self.text().hidden_size;
         let mut moments = Moments::new(hidden);
         let mut x = vec![0.0; PIECE.min(rows.rows.len()) * hidden];
@@ -303,7 +304,7 @@ impl LayerWork<'_> {
             inputs.x.gather(piece, x)?;
             runner.expert_activation(&weights, x, act)?;
             rows.weigh(i * PIECE, act, width);
-            moments.add(act, self.threads).map_err(|place| Error::NonFinite {
+            moments.add(act, Some(self.threads)).map_err(|place| Error::NonFinite {
                 what: format!("layer {}: activations of expert {expert}", self.layer),
                 row: piece[place.row] as usize,
                 col: place.col,
@@ -319,7 +320,7 @@ impl LayerWork<'_> {
     fn experts_at_once(&self, cols: usize, rows: usize) -> usize {
         // Own moments and factor, one to spare; weights, targets, errors.
         let one = 3 * Moments::bytes(cols) + 6 * rows * cols * size_of::<f64>();
-        (self.budget_bytes / 2 / one.max(1)).clamp(1, self.threads.max(1))
+        (self.budget_bytes / 2 / one.max(1)).clamp(1, self.threads.threads())
     }
 
     /// Writes a matrix, which must be the next one, and files its report.

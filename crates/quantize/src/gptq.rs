@@ -13,6 +13,7 @@
 //! Scales are fixed beforehand. The error of a column is formed against the stored value, `s * q` rounded to bfloat16.
 
 use glimmer_tensor::cpu::simd::{Isa, Kernel, Simd};
+use glimmer_tensor::cpu::{Chunks, Pool};
 use glimmer_tensor::gemm::{Region, Sign, View, gemm};
 use half::bf16;
 
@@ -26,6 +27,14 @@ use crate::spare;
 const STRIP: usize = 32;
 /// Rows that are rounded together.
 const LANES: usize = 64;
+/// Rows that are solved at a time: targets and errors of as many columns as an expert has then fit into a last-level cache,
+/// and what a product with the factor's triangle costs beyond its arithmetic is spread over enough of them.
+const ROWS: usize = 512;
+/// Ranges of at most so many columns are solved for [`BLOCK_ROWS`] rows at a time: the products inside them are small, and
+/// their operands then come from the near caches.
+const BLOCK: usize = 256;
+/// Rows of such a block: with [`BLOCK`] columns, targets and errors take half a megabyte.
+const BLOCK_ROWS: usize = 256;
 
 /// In which order columns are rounded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -111,7 +120,7 @@ pub struct Solution {
 
 impl Factor {
     /// Factors a Hessian; falls back, in this order, to ten times the dampening (up to 1), to f64, to rounding to nearest.
-    pub fn new(h: &Shrunk<'_>, settings: &Settings, threads: usize) -> Self {
+    pub fn new(h: &Shrunk<'_>, settings: &Settings, threads: Option<&Pool>) -> Self {
         let n = h.n();
         let diagonal = h.diagonal();
         let live: Vec<f64> = diagonal.iter().copied().filter(|&d| d != 0.0).collect();
@@ -158,16 +167,24 @@ impl Factor {
     }
 
     /// Factors in one precision with growing dampening.
-    fn attempt<T: Real>(&mut self, h: &Shrunk<'_>, diagonal: &[f64], damp: f64, threads: usize) -> Option<Triangle<T>> {
+    fn attempt<T: Real>(
+        &mut self,
+        h: &Shrunk<'_>,
+        diagonal: &[f64],
+        damp: f64,
+        threads: Option<&Pool>,
+    ) -> Option<Triangle<T>> {
         let n = self.n;
         let mean = diagonal.iter().sum::<f64>() / n as f64;
         let mut a = spare::take::<T>(n * n);
         let mut damp = damp;
         loop {
-            for (p, (row, &i)) in a.chunks_exact_mut(n).zip(&self.columns).enumerate() {
-                h.gather(i as usize, &self.columns[..p], row);
-                row[p] = T::of_f64(diagonal[i as usize] + damp * mean);
-            }
+            let columns = &self.columns;
+            for_rows(&mut a, n, threads, |p, row| {
+                let i = columns[p] as usize;
+                h.gather(i, &columns[..p], row);
+                row[p] = T::of_f64(diagonal[i] + damp * mean);
+            });
             if cholesky::factor(&mut a, n, threads).is_ok() {
                 break;
             }
@@ -181,9 +198,9 @@ impl Factor {
         }
         self.damp = Some(damp);
         let pivots: Vec<T> = (0..n).map(|i| a[i * n + i]).collect();
-        for row in a.chunks_exact_mut(n) {
-            row.iter_mut().zip(&pivots).for_each(|(x, &p)| *x = *x / p);
-        }
+        for_rows(&mut a, n, threads, |i, row| {
+            row[..=i].iter_mut().zip(&pivots).for_each(|(x, &p)| *x = *x / p);
+        });
         Some(Triangle { unit: a, pivots })
     }
 
@@ -216,8 +233,9 @@ impl Factor {
         }
     }
 
-    /// Codes of `w` `[rows, n]` at `scales` `[rows, n / group]`. Rows are independent and are split over `threads`.
-    pub fn solve(&self, w: &[f32], scales: &[bf16], group: usize, threads: usize) -> Solution {
+    /// Codes of `w` `[rows, n]` at `scales` `[rows, n / group]`. Rows are independent and are split over `threads`, if there are any
+    /// besides this one.
+    pub fn solve(&self, w: &[f32], scales: &[bf16], group: usize, threads: Option<&Pool>) -> Solution {
         match &self.kind {
             Kind::Single(t) => self.solve_in(t, w, scales, group, threads),
             Kind::Double(t) => self.solve_in(t, w, scales, group, threads),
@@ -231,29 +249,37 @@ impl Factor {
         w: &[f32],
         scales: &[bf16],
         group: usize,
-        threads: usize,
+        threads: Option<&Pool>,
     ) -> Solution {
         let n = self.n;
         let rows = w.len() / n;
         let mut codes = vec![0i8; w.len()];
         let mut losses = vec![0.0f64; rows];
-        let share = rows.div_ceil(threads.max(1)).next_multiple_of(LANES);
-        let mut parts: Vec<_> = w
-            .chunks(share * n)
-            .zip(scales.chunks(share * (n / group)))
-            .zip(codes.chunks_mut(share * n).zip(losses.chunks_mut(share)))
-            .map(|((w, s), (c, l))| Part { factor: self, triangle, group, w, scales: s, codes: c, losses: l })
-            .collect();
-        let last = parts.pop();
-        std::thread::scope(|scope| {
-            for part in parts {
-                scope.spawn(|| part.run());
+        let share = rows.div_ceil(threads.map_or(1, Pool::threads)).next_multiple_of(LANES);
+        let part = |i: usize, codes, losses| {
+            let (w, scales) = (&w[i * share * n..], &scales[i * share * (n / group)..]);
+            Part { factor: self, triangle, group, w, scales, codes, losses }.run();
+        };
+        match threads {
+            Some(pool) => {
+                let outputs = (Chunks::new(&mut codes, share * n), Chunks::new(&mut losses, share));
+                pool.split(outputs, |i, (codes, losses), _| part(i, codes, losses));
             }
-            if let Some(part) = last {
-                part.run();
-            }
-        });
+            None => part(0, &mut codes, &mut losses),
+        }
         Solution { codes, loss: losses.iter().sum() }
+    }
+}
+
+/// Calls `work` with the index of every row of `a` `[rows, n]` and the row, on `threads` or on this one alone.
+fn for_rows<T: Real>(a: &mut [T], n: usize, threads: Option<&Pool>, work: impl Fn(usize, &mut [T]) + Sync) {
+    /// Rows of a task.
+    const ROWS: usize = 32;
+    match threads {
+        Some(pool) => pool.split(Chunks::new(a, ROWS * n), |task, rows: &mut [T], _| {
+            rows.chunks_exact_mut(n).enumerate().for_each(|(i, row)| work(task * ROWS + i, row));
+        }),
+        None => a.chunks_exact_mut(n).enumerate().for_each(|(i, row)| work(i, row)),
     }
 }
 
@@ -262,16 +288,17 @@ struct Part<'a, T> {
     factor: &'a Factor,
     triangle: &'a Triangle<T>,
     group: usize,
+    /// Weights and scales from the part's first row on; there are as many rows as losses.
     w: &'a [f32],
     scales: &'a [bf16],
     codes: &'a mut [i8],
     losses: &'a mut [f64],
 }
 
-/// The working arrays of a part: a line for each position, `[n, stride]`, whose elements are the rows. Rounding a position
+/// The working arrays of some rows: a line for each position, `[n, stride]`, whose elements are the rows. Rounding a position
 /// then works on whole lines.
 struct Work<T> {
-    /// Elements of a line: the rows, filled up to whole vectors.
+    /// Elements of a line.
     stride: usize,
     /// Targets `t`; meaningful for positions that are not rounded yet.
     targets: Vec<T>,
@@ -279,7 +306,7 @@ struct Work<T> {
     errors: Vec<T>,
     /// Scales, a line for each group, `[groups, stride]`.
     scales: Vec<T>,
-    /// Codes of rounded positions, `[n, rows]`.
+    /// Codes of rounded positions, `[n, stride]`.
     codes: Vec<i8>,
     /// Sums of squared distances, `[stride]`.
     losses: Vec<T>,
@@ -287,74 +314,136 @@ struct Work<T> {
 
 impl<T: Real> Part<'_, T> {
     fn run(mut self) {
-        /// Rows that are turned at a time.
-        const TURN: usize = 8;
-        let (n, rows, groups) = (self.factor.n, self.losses.len(), self.factor.n / self.group);
-        let padded = rows.next_multiple_of(LANES);
+        let (n, total) = (self.factor.n, self.losses.len());
         // Off the powers of two, so that the lines of a tile do not compete for the same places of the cache.
-        let stride = if padded.is_multiple_of(8 * LANES) { padded + LANES } else { padded };
-        let mut targets = spare::take::<T>(n * stride);
-        for first in (0..rows).step_by(TURN) {
-            let count = TURN.min(rows - first);
-            for (line, &c) in targets.chunks_exact_mut(stride).zip(&self.factor.columns) {
-                let c = c as usize;
-                for (r, t) in line[first..first + count].iter_mut().enumerate() {
-                    *t = T::of(self.w[(first + r) * n + c]);
-                }
-            }
+        let stride = ROWS.min(total).next_multiple_of(LANES) + 16;
+        let mut work = Work {
+            stride,
+            targets: spare::take(n * stride),
+            errors: spare::take(n * stride),
+            scales: vec![T::ONE; n / self.group * stride],
+            codes: vec![0; n * stride],
+            losses: vec![T::ZERO; stride],
+        };
+        for first in (0..total).step_by(ROWS) {
+            let rows = ROWS.min(total - first);
+            self.load(&mut work, first, rows);
+            self.range(&mut work, Block { low: 0, high: n, first: 0, rows: rows.next_multiple_of(LANES) });
+            self.store(&work, first, rows);
         }
-        for (line, &c) in targets.chunks_exact_mut(stride).zip(&self.factor.columns) {
-            line[rows..].fill(T::ZERO);
-            if self.factor.zeroed[c as usize] {
-                line.fill(T::ZERO);
-            }
-        }
-        let mut errors = spare::take::<T>(n * stride);
-        errors.copy_from_slice(&targets);
-        let mut scales = vec![T::ONE; groups * stride];
-        for (r, row) in self.scales.chunks_exact(groups).enumerate() {
-            row.iter().enumerate().for_each(|(g, s)| scales[g * stride + r] = T::of(s.to_f32()));
-        }
-        let losses = vec![T::ZERO; stride];
-        let mut work = Work { stride, targets, errors, scales, codes: vec![0; n * rows], losses };
-        self.range(&mut work, 0, n);
-        for first in (0..rows).step_by(TURN) {
-            let count = TURN.min(rows - first);
-            for (line, &c) in work.codes.chunks_exact(rows).zip(&self.factor.columns) {
-                for (r, &code) in line[first..first + count].iter().enumerate() {
-                    self.codes[(first + r) * n + c as usize] = code;
-                }
-            }
-        }
-        self.losses.iter_mut().zip(&work.losses).for_each(|(total, l)| *total = l.to_f64());
         spare::give(work.targets);
         spare::give(work.errors);
     }
 
+    /// Turns weights and scales of `rows` rows into lines, filled up to whole vectors.
+    fn load(&self, work: &mut Work<T>, first: usize, rows: usize) {
+        /// Rows and positions that are turned at a time.
+        const TURN: (usize, usize) = (32, 16);
+        let Factor { n, columns, zeroed, .. } = self.factor;
+        let (n, groups, stride) = (*n, *n / self.group, work.stride);
+        // First every row in the order of the positions, which stays inside the row, then squares are turned.
+        let mut sorted = vec![0.0f32; TURN.0 * n];
+        for from in (0..rows.next_multiple_of(LANES)).step_by(TURN.0) {
+            let count = TURN.0.min(rows.saturating_sub(from));
+            let source = self.w.chunks_exact(n).skip(first + from).take(count);
+            for (row, w) in sorted.chunks_exact_mut(n).zip(source) {
+                for (x, &c) in row.iter_mut().zip(columns) {
+                    *x = w[c as usize];
+                }
+            }
+            sorted[count * n..].fill(0.0);
+            for low in (0..n).step_by(TURN.1) {
+                let width = TURN.1.min(n - low);
+                let mut square = [[T::ZERO; TURN.0]; TURN.1];
+                for (r, row) in sorted.chunks_exact(n).enumerate() {
+                    for (line, &x) in square.iter_mut().zip(&row[low..low + width]) {
+                        line[r] = T::of(x);
+                    }
+                }
+                for (p, line) in (low..low + width).zip(&mut square) {
+                    if zeroed[columns[p] as usize] {
+                        line.fill(T::ZERO);
+                    }
+                    work.targets[p * stride + from..][..TURN.0].copy_from_slice(line);
+                    work.errors[p * stride + from..][..TURN.0].copy_from_slice(line);
+                }
+            }
+        }
+        for (r, row) in self.scales.chunks_exact(groups).skip(first).take(rows).enumerate() {
+            row.iter().enumerate().for_each(|(g, s)| work.scales[g * stride + r] = T::of(s.to_f32()));
+        }
+        work.losses.fill(T::ZERO);
+    }
+
+    /// Turns the lines of codes back into rows.
+    fn store(&mut self, work: &Work<T>, first: usize, rows: usize) {
+        /// Edge of the squares that are turned.
+        const TURN: usize = 64;
+        let Factor { n, columns, .. } = self.factor;
+        let (n, stride) = (*n, work.stride);
+        let mut sorted = vec![0i8; TURN * n];
+        for from in (0..rows).step_by(TURN) {
+            for low in (0..n).step_by(TURN) {
+                let width = TURN.min(n - low);
+                let mut square = [[0i8; TURN]; TURN];
+                for (p, line) in work.codes[low * stride..].chunks(stride).take(width).enumerate() {
+                    for (row, &code) in square.iter_mut().zip(&line[from..from + TURN]) {
+                        row[p] = code;
+                    }
+                }
+                for (row, square) in sorted.chunks_exact_mut(n).zip(&square) {
+                    row[low..low + width].copy_from_slice(&square[..width]);
+                }
+            }
+            let target = self.codes.chunks_exact_mut(n).skip(first + from).take(TURN.min(rows - from));
+            for (row, sorted) in target.zip(sorted.chunks_exact(n)) {
+                for (&code, &c) in sorted.iter().zip(columns) {
+                    row[c as usize] = code;
+                }
+            }
+        }
+        self.losses[first..first + rows].iter_mut().zip(&work.losses).for_each(|(total, l)| *total = l.to_f64());
+    }
+
     /// Rounds the positions `high - 1` down to `low`, whose targets include everything from `high` on.
-    fn range(&mut self, work: &mut Work<T>, low: usize, high: usize) {
+    fn range(&mut self, work: &mut Work<T>, block: Block) {
+        let Block { low, high, first, rows } = block;
         let width = high - low;
         if width <= STRIP {
-            return Isa::best().run(Strip { part: self, work, low, high });
+            return Isa::best().run(Strip { part: self, work, block });
+        }
+        if width <= BLOCK && rows > BLOCK_ROWS {
+            for from in (first..first + rows).step_by(BLOCK_ROWS) {
+                self.range(work, Block { first: from, rows: BLOCK_ROWS.min(first + rows - from), ..block });
+            }
+            return;
         }
         let half = (width.next_power_of_two() / 2).max(STRIP);
         let middle = low + half;
-        self.range(work, middle, high);
+        self.range(work, Block { low: middle, ..block });
         let (n, stride) = (self.factor.n, work.stride);
         let unit = View::new(&self.triangle.unit[middle * n + low..], high - middle, half, n);
-        let errors = View::new(&work.errors[middle * stride..], high - middle, stride, stride);
-        let targets = &mut work.targets[low * stride..middle * stride];
-        gemm(Sign::Plus, unit.transposed(), errors, targets, stride, Region::Full, 1);
-        self.range(work, low, middle);
+        let errors = View::new(&work.errors[middle * stride + first..], high - middle, rows, stride);
+        let targets = &mut work.targets[low * stride + first..middle * stride];
+        gemm(Sign::Plus, unit.transposed(), errors, targets, stride, Region::Full, None);
+        self.range(work, Block { high: middle, ..block });
     }
+}
+
+/// Positions `low..high` of the rows `first..first + rows` of a part, padding included.
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    low: usize,
+    high: usize,
+    first: usize,
+    rows: usize,
 }
 
 /// [`Part::range`] over few positions, one after the other.
 struct Strip<'p, 'a, T> {
     part: &'p mut Part<'a, T>,
     work: &'p mut Work<T>,
-    low: usize,
-    high: usize,
+    block: Block,
 }
 
 impl<T: Real> Kernel for Strip<'_, '_, T> {
@@ -362,10 +451,10 @@ impl<T: Real> Kernel for Strip<'_, '_, T> {
 
     #[inline(always)]
     fn run<S: Simd>(self, _: S) {
-        let Self { part, work, low, high } = self;
-        let (n, rows, stride, width) = (part.factor.n, part.losses.len(), work.stride, high - low);
+        let Self { part, work, block: Block { low, high, first, rows } } = self;
+        let (n, stride, width) = (part.factor.n, work.stride, high - low);
         let mut target = [[T::ZERO; LANES]; STRIP];
-        for first in (0..rows).step_by(LANES) {
+        for first in (first..first + rows).step_by(LANES) {
             for (p, line) in target[..width].iter_mut().enumerate() {
                 line.copy_from_slice(&work.targets[(low + p) * stride + first..][..LANES]);
             }
@@ -385,8 +474,7 @@ impl<T: Real> Kernel for Strip<'_, '_, T> {
                     codes[r] = q.to_code();
                     errors[r] -= stored;
                 }
-                let lanes = LANES.min(rows - first);
-                work.codes[(low + p) * rows + first..][..lanes].copy_from_slice(&codes[..lanes]);
+                work.codes[(low + p) * stride + first..][..LANES].copy_from_slice(&codes);
                 let unit = &part.triangle.unit[(low + p) * n + low..][..p];
                 for (line, &factor) in target[..p].iter_mut().zip(unit) {
                     for (x, &e) in line.iter_mut().zip(&*errors) {
@@ -418,7 +506,7 @@ mod tests {
 
     fn hessian(x: &[f32], n: usize, precision: Precision) -> Hessian {
         let mut moments = Moments::with_precision(n, precision);
-        moments.add(x, 1).unwrap();
+        moments.add(x, None).unwrap();
         moments.finish()
     }
 
@@ -500,7 +588,7 @@ mod tests {
             let settings = Settings { order, ..OURS };
             let s = scales(ScaleRule::Minmax, &w, n, 128, None);
             let shrunk = Shrunk::own(&h);
-            let solution = Factor::new(&shrunk, &settings, 1).solve(&w, &s, 128, 2);
+            let solution = Factor::new(&shrunk, &settings, None).solve(&w, &s, 128, Some(&Pool::new(2)));
             assert!(solution.codes == textbook(&shrunk, &w, &s, 128, &settings));
         }
     }
@@ -512,7 +600,7 @@ mod tests {
         let w = noise(rows * n, 2);
         let s = scales(ScaleRule::Minmax, &w, n, 128, None);
         let shrunk = Shrunk::own(&h);
-        let solution = Factor::new(&shrunk, &OURS, 1).solve(&w, &s, 128, 1);
+        let solution = Factor::new(&shrunk, &OURS, None).solve(&w, &s, 128, None);
         let e: Vec<f32> = rtn::dequantize(&solution.codes, &s, 128).iter().zip(&w).map(|(q, w)| w - q).collect();
         let mean = shrunk.diagonal().iter().sum::<f64>() / n as f64;
         let ridge = OURS.damp * mean * e.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>();
@@ -530,11 +618,12 @@ mod tests {
         let (single, double) = (hessian(&x, n, Precision::Single), hessian(&x, n, Precision::Double));
         let w = noise(rows * n, 4);
         let s = scales(ScaleRule::Minmax, &w, n, 128, None);
-        let exact = Factor::new(&Shrunk::own(&double), &OURS, 1).solve(&w, &s, 128, 1);
-        let factor = Factor::new(&Shrunk::own(&single), &OURS, 1);
+        let exact = Factor::new(&Shrunk::own(&double), &OURS, None).solve(&w, &s, 128, None);
+        let factor = Factor::new(&Shrunk::own(&single), &OURS, None);
         assert_eq!(factor.precision(), Some(Precision::Single));
-        let one = factor.solve(&w, &s, 128, 1);
-        let three = Factor::new(&Shrunk::own(&single), &OURS, 3).solve(&w, &s, 128, 3);
+        let one = factor.solve(&w, &s, 128, None);
+        let pool = Pool::new(3);
+        let three = Factor::new(&Shrunk::own(&single), &OURS, Some(&pool)).solve(&w, &s, 128, Some(&pool));
         assert_eq!(one, three);
         let equal = one.codes.iter().zip(&exact.codes).filter(|(a, b)| a == b).count();
         assert!(equal as f64 > 0.999 * exact.codes.len() as f64, "{equal} of {}", exact.codes.len());
@@ -550,9 +639,9 @@ mod tests {
         let s = scales(ScaleRule::Minmax, &w, n, 128, None);
         let nearest = rtn::round(&w, &s, 128);
         for (dead, zero) in [(DeadColumns::Keep, false), (DeadColumns::Zero, true)] {
-            let factor = Factor::new(&Shrunk::own(&h), &Settings { dead, ..OURS }, 1);
+            let factor = Factor::new(&Shrunk::own(&h), &Settings { dead, ..OURS }, None);
             assert_eq!(factor.dead(), 1);
-            let codes = factor.solve(&w, &s, 128, 1).codes;
+            let codes = factor.solve(&w, &s, 128, None).codes;
             for r in 0..4 {
                 assert_eq!(codes[r * n + 40], if zero { 0 } else { nearest[r * n + 40] });
             }
@@ -564,7 +653,7 @@ mod tests {
         let n = 128;
         // One direction only and no dampening: the second pivot vanishes until dampening is raised.
         let h = hessian(&vec![1.0; n], n, Precision::Double);
-        let factor = Factor::new(&Shrunk::own(&h), &Settings { damp: 0.0, ..OURS }, 1);
+        let factor = Factor::new(&Shrunk::own(&h), &Settings { damp: 0.0, ..OURS }, None);
         assert!(factor.failed() >= 1);
         assert_eq!(factor.damp(), Some(0.01));
     }
@@ -576,9 +665,9 @@ mod tests {
         let s = scales(ScaleRule::Minmax, &w, n, 128, None);
         for dead in [DeadColumns::Keep, DeadColumns::Zero] {
             let h = Moments::new(n).finish();
-            let factor = Factor::new(&Shrunk::own(&h), &Settings { dead, ..OURS }, 1);
+            let factor = Factor::new(&Shrunk::own(&h), &Settings { dead, ..OURS }, None);
             assert_eq!((factor.damp(), factor.precision()), (None, None));
-            assert_eq!(factor.solve(&w, &s, 128, 1).codes, rtn::round(&w, &s, 128));
+            assert_eq!(factor.solve(&w, &s, 128, None).codes, rtn::round(&w, &s, 128));
         }
     }
 }

@@ -3,6 +3,7 @@
 //! [`Moments`] gathers them, upper triangle only; [`Hessian`] is the finished matrix. Tokens are added in the caller's order in products of at most `CHUNK` rows,
 //! so that the sum is the same for any number of threads. Narrow matrices accumulate in f64, wide ones in f32.
 
+use glimmer_tensor::cpu::Pool;
 use glimmer_tensor::gemm::{Region, Sign, View, gemm};
 
 use crate::real::{Precision, Real};
@@ -67,11 +68,11 @@ impl Moments {
             }
     }
 
-    /// Adds the tokens `x` `[rows, n]`.
+    /// Adds the tokens `x` `[rows, n]`, on `threads` or on this one alone.
     ///
     /// # Errors
     /// [`NonFinite`] when a value is NaN or infinite; nothing is added then.
-    pub fn add(&mut self, x: &[f32], threads: usize) -> Result<(), NonFinite> {
+    pub fn add(&mut self, x: &[f32], threads: Option<&Pool>) -> Result<(), NonFinite> {
         if let Some(place) = non_finite(x, self.n) {
             return Err(place);
         }
@@ -206,7 +207,7 @@ impl Hessian {
 fn quadratic<T: Real>(h: &[T], m: &[T], n: usize) -> f64 {
     let rows = m.len() / n;
     let mut y = vec![T::ZERO; rows * n];
-    gemm(Sign::Plus, View::new(m, rows, n, n), View::new(h, n, n, n), &mut y, n, Region::Full, 1);
+    gemm(Sign::Plus, View::new(m, rows, n, n), View::new(h, n, n, n), &mut y, n, Region::Full, None);
     y.iter().zip(m).map(|(y, m)| y.to_f64() * m.to_f64()).sum()
 }
 
@@ -288,8 +289,8 @@ mod tests {
         let x = tokens(rows, n, 1);
         for precision in [Precision::Single, Precision::Double] {
             let mut h = Moments::with_precision(n, precision);
-            h.add(&x[..100 * n], 2).unwrap();
-            h.add(&x[100 * n..], 1).unwrap();
+            h.add(&x[..100 * n], Some(&Pool::new(2))).unwrap();
+            h.add(&x[100 * n..], None).unwrap();
             let h = h.finish();
             assert_eq!(h.tokens(), 300);
             for i in 0..n {
@@ -308,7 +309,7 @@ mod tests {
         let (x, m) = (tokens(rows, n, 2), tokens(3, n, 9));
         for precision in [Precision::Single, Precision::Double] {
             let mut h = Moments::with_precision(n, precision);
-            h.add(&x, 1).unwrap();
+            h.add(&x, None).unwrap();
             let h = h.finish();
             let mut exact = 0.0;
             for t in x.chunks(n) {
@@ -326,7 +327,7 @@ mod tests {
         let n = 16;
         let moments = |rows, seed| {
             let mut h = Moments::new(n);
-            h.add(&tokens(rows, n, seed), 1).unwrap();
+            h.add(&tokens(rows, n, seed), None).unwrap();
             h.finish()
         };
         let (own, pool) = (moments(5, 3), moments(90, 4));
@@ -349,9 +350,9 @@ mod tests {
         let mut x = tokens(10, 8, 5);
         x[3 * 8 + 6] = f32::INFINITY;
         let mut h = Moments::new(8);
-        assert_eq!(h.add(&x, 1), Err(NonFinite { row: 3, col: 6 }));
+        assert_eq!(h.add(&x, None), Err(NonFinite { row: 3, col: 6 }));
         assert_eq!(h.clone().finish().tokens(), 0);
         x[3 * 8 + 6] = f32::NAN;
-        assert_eq!(h.add(&x, 1), Err(NonFinite { row: 3, col: 6 }));
+        assert_eq!(h.add(&x, None), Err(NonFinite { row: 3, col: 6 }));
     }
 }

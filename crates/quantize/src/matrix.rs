@@ -2,6 +2,7 @@
 
 use glimmer_checkpoint::int4::{GROUP, PackedMatrix};
 use glimmer_checkpoint::{Bytes, Checkpoint, DType, ExpertMatrix, TensorData};
+use glimmer_tensor::cpu::Pool;
 
 use crate::error::{Error, Result};
 use crate::gptq::Factor;
@@ -50,7 +51,8 @@ pub(crate) struct Statistics<'a> {
     pub(crate) pool: Option<&'a Hessian>,
 }
 
-/// Quantizes a matrix of the source; without statistics it is rounded to nearest over plainly searched scales.
+/// Quantizes a matrix of the source; without statistics it is rounded to nearest over plainly searched scales. Works on
+/// `threads`, or on this one alone.
 ///
 /// # Errors
 /// [`Error::NonFinite`] naming the tensor, or what reading it can go wrong with.
@@ -59,7 +61,7 @@ pub(crate) fn quantize(
     matrix: &ExpertMatrix,
     recipe: &Recipe,
     statistics: Option<Statistics<'_>>,
-    threads: usize,
+    threads: Option<&Pool>,
 ) -> Result<Quantized> {
     let w = weights(source, &matrix.weight())?;
     let cols = matrix.cols;

@@ -19,6 +19,7 @@ use glimmer_model::streaming::{Routes, Runner, RunnerLimits, Selections};
 use glimmer_model::weights::{Loader, layer_prefix};
 use glimmer_model::{Layer, load_experts};
 use glimmer_tensor::Backend;
+use glimmer_tensor::cpu::Pool;
 use serde_json::json;
 
 use crate::calibration::{Batch, Calibration, CalibrationSample};
@@ -121,8 +122,17 @@ pub fn quantize<B: Backend>(
             return Ok(Finished { report, timing: Timing::default() });
         }
     };
-    let mut job =
-        Job { source, recipe, options, calibration, samples: samples.len(), plan, run, timing: Timing::default() };
+    let mut job = Job {
+        source,
+        recipe,
+        options,
+        threads: Pool::new(options.threads),
+        calibration,
+        samples: samples.len(),
+        plan,
+        run,
+        timing: Timing::default(),
+    };
     job.announce(progress);
     job.copy(progress)?;
     match recipe.method {
@@ -141,6 +151,7 @@ struct Job<'a> {
     recipe: &'a Recipe,
     options: &'a Options,
     calibration: Calibration<'a>,
+    threads: Pool,
     samples: usize,
     plan: Plan,
     run: Run,
@@ -187,7 +198,7 @@ impl Job<'_> {
             source: self.source,
             recipe: self.recipe,
             layer,
-            threads: self.options.threads.max(1),
+            threads: &self.threads,
             budget_bytes: self.options.budget_bytes,
         }
     }

@@ -4,18 +4,21 @@ use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc;
 
+use glimmer_tensor::cpu::Pool;
+
 use crate::error::Result;
 
 /// Runs `task` for every index of `0..count` on up to `workers` threads and hands the results over in order, on the calling
-/// thread, while later tasks are running. Each thread holds one task at a time. What is handed over does not depend on the
-/// number of threads if the tasks do not.
+/// thread, while later tasks are running. Each thread holds one task at a time and lends it `inner` threads, itself among
+/// them (`None`: it is alone). What is handed over does not depend on the number of threads if the tasks do not.
 ///
 /// # Errors
 /// The error of the first task, by index, that failed, or of `consume`; tasks that have not begun are then left out.
 pub(crate) fn run<T: Send>(
     count: usize,
     workers: usize,
-    task: impl Fn(usize) -> Result<T> + Sync,
+    inner: usize,
+    task: impl Fn(usize, Option<&Pool>) -> Result<T> + Sync,
     mut consume: impl FnMut(T) -> Result<()>,
 ) -> Result<()> {
     let next = AtomicUsize::new(0);
@@ -24,9 +27,10 @@ pub(crate) fn run<T: Send>(
         for _ in 0..workers.clamp(1, count.max(1)) {
             let (sender, next, task) = (sender.clone(), &next, &task);
             scope.spawn(move || {
+                let threads = (inner > 1).then(|| Pool::new(inner));
                 loop {
                     let i = next.fetch_add(1, Ordering::Relaxed);
-                    if i >= count || sender.send((i, task(i))).is_err() {
+                    if i >= count || sender.send((i, task(i, threads.as_ref()))).is_err() {
                         break;
                     }
                 }
@@ -67,22 +71,23 @@ mod tests {
                 seen.push(x);
                 Ok(())
             };
-            run(7, workers, |i| Ok(i * i), &mut collect).unwrap();
+            run(7, workers, 1, |i, _| Ok(i * i), &mut collect).unwrap();
             assert_eq!(seen, [0, 1, 4, 9, 16, 25, 36]);
             let mut sum = 0;
             let failed = run(
                 7,
                 workers,
-                |i| if i == 3 { Err(Error::NoCalibration) } else { Ok(i) },
+                2,
+                |i, _| if i == 3 { Err(Error::NoCalibration) } else { Ok(i) },
                 |x| {
                     sum += x;
                     Ok(())
                 },
             );
             assert!(matches!(failed, Err(Error::NoCalibration)) && sum == 3);
-            let stopped = run(7, workers, Ok, |x| if x == 2 { Err(Error::Interrupted) } else { Ok(()) });
+            let stopped = run(7, workers, 1, |i, _| Ok(i), |x| if x == 2 { Err(Error::Interrupted) } else { Ok(()) });
             assert!(matches!(stopped, Err(Error::Interrupted)));
         }
-        run(0, 2, Ok, |_| Ok(())).unwrap();
+        run(0, 2, 1, |i, _| Ok(i), |_| Ok(())).unwrap();
     }
 }

@@ -42,20 +42,20 @@ fn every_scale_and_code_of_the_vectors_is_reproduced() {
         assert_eq!(s, bf16s(&file, &format!("{name}.scale")), "{name}: scales");
         let mut h = Moments::new(cols);
         let source = inputs["same_inputs"][name].as_str().unwrap_or(name);
-        h.add(&floats(&file, &format!("{source}.x")), 1).unwrap();
+        h.add(&floats(&file, &format!("{source}.x")), None).unwrap();
         let h = h.finish();
         let settings = Settings {
             order: if case["actorder"] == "static" { Order::Static } else { Order::None },
             damp: case["damp"].as_f64().unwrap(),
             dead: DeadColumns::Zero,
         };
-        let factor = Factor::new(&Shrunk::own(&h), &settings, 1);
+        let factor = Factor::new(&Shrunk::own(&h), &settings, None);
         assert_eq!(factor.damp().is_none(), case["rtn_fallback"].as_bool().unwrap(), "{name}: fallback");
         assert_eq!(
             factor.dead() as u64,
             if factor.damp().is_none() { cols as u64 } else { case["dead"].as_array().unwrap().len() as u64 }
         );
-        let solution = factor.solve(&w, &s, 128, 1);
+        let solution = factor.solve(&w, &s, 128, None);
         let expected = codes(&file, &format!("{name}.q"));
         let wrong = solution.codes.iter().zip(&expected).filter(|(a, b)| a != b).count();
         assert_eq!(wrong, 0, "{name}: {wrong} of {} codes differ", expected.len());

@@ -123,7 +123,7 @@ pub fn measure(cpu: &mut Cpu, plan: &CpuBenchPlan) -> Result<CpuBench> {
         threads: cpu.threads(),
         isa: cpu.isa().name().to_owned(),
         read_gbps: read_rate(cpu, plan)? * 1e-9,
-        fma_gflops: fma_rate(cpu, plan) * 1e-9,
+        fma_gflops: fma_rate(cpu, plan.patience()) * 1e-9,
         join_us: join_seconds(cpu, plan) * 1e6,
         bf16_matvec_gbps: tall_bf16[0].weight.bytes() as f64 / product_seconds(cpu, plan, &tall_bf16, 1)? * 1e-9,
         int4_matvec_gbps: tall_int4[0].weight.bytes() as f64 / product_seconds(cpu, plan, &tall_int4, 1)? * 1e-9,
@@ -254,10 +254,11 @@ fn chain<S: Simd, const N: usize>(simd: S, steps: usize, a: S::V, b: S::V) -> f3
     simd.sum(total)
 }
 
-/// Operations a second, two a multiply-add.
-fn fma_rate(cpu: &Cpu, plan: &CpuBenchPlan) -> f64 {
+/// f32 fused multiply-adds in registers: operations a second, two a multiply-add, of all threads of the device; the best of
+/// what fits into `patience`.
+pub fn fma_rate(cpu: &Cpu, patience: Duration) -> f64 {
     let steps = if cpu.isa == Isa::Scalar { 2_000 } else { 400_000 };
-    let seconds = best(plan.patience(), || {
+    let seconds = best(patience, || {
         cpu.pool.run(cpu.threads(), |_, _| {
             black_box(cpu.isa.run(MultiplyAdd { steps, factor: black_box(0.5) }));
         });

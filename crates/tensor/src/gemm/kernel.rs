@@ -98,21 +98,31 @@ macro_rules! tile {
                     _mm_prefetch::<_MM_HINT_T0>(line.add(64));
                 }
             }
-            for _ in 0..k {
-                let mut columns = [$zero(); $vectors];
-                for v in 0..$vectors {
-                    // SAFETY: `b` has `vectors * lanes` elements for each of the `k` terms.
-                    columns[v] = unsafe { $load(pb.add(v * $lanes)) };
-                }
-                for r in 0..$rows {
-                    // SAFETY: `a` has `rows` elements for each of the `k` terms.
-                    let value = $set1(unsafe { *pa.add(r) });
+            macro_rules! term {
+                ($at:expr) => {{
+                    let mut columns = [$zero(); $vectors];
                     for v in 0..$vectors {
-                        sums[r][v] = $fma(value, columns[v], sums[r][v]);
+                        // SAFETY: `b` has `vectors * lanes` elements for each of the `k` terms.
+                        columns[v] = unsafe { $load(pb.add(($at * $vectors + v) * $lanes)) };
                     }
-                }
+                    for r in 0..$rows {
+                        // SAFETY: `a` has `rows` elements for each of the `k` terms.
+                        let value = $set1(unsafe { *pa.add($at * $rows + r) });
+                        for v in 0..$vectors {
+                            sums[r][v] = $fma(value, columns[v], sums[r][v]);
+                        }
+                    }
+                }};
+            }
+            // Two terms a round, so that the loop itself is hidden behind the multiply-adds.
+            for _ in 0..k / 2 {
+                term!(0);
+                term!(1);
                 // SAFETY: at most one past the end after the last term.
-                (pa, pb) = unsafe { (pa.add($rows), pb.add($vectors * $lanes)) };
+                (pa, pb) = unsafe { (pa.add(2 * $rows), pb.add(2 * $vectors * $lanes)) };
+            }
+            if !k.is_multiple_of(2) {
+                term!(0);
             }
             for r in 0..$rows {
                 for v in 0..$vectors {
@@ -167,8 +177,8 @@ mod x86 {
         f32_avx2,
         "avx2,fma",
         f32,
-        4,
-        3,
+        6,
+        2,
         8,
         _mm256_setzero_ps,
         _mm256_loadu_ps,
@@ -182,8 +192,8 @@ mod x86 {
         f64_avx2,
         "avx2,fma",
         f64,
-        4,
-        3,
+        6,
+        2,
         4,
         _mm256_setzero_pd,
         _mm256_loadu_pd,
@@ -197,7 +207,7 @@ mod x86 {
     use super::Kernel;
     pub(super) fn kernels_f32(out: &mut Vec<Kernel<f32>>) {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            out.push(Kernel { rows: 4, cols: 24, tile: f32_avx2 });
+            out.push(Kernel { rows: 6, cols: 16, tile: f32_avx2 });
         }
         if is_x86_feature_detected!("avx512f") {
             out.push(Kernel { rows: 8, cols: 32, tile: f32_avx512 });
@@ -205,7 +215,7 @@ mod x86 {
     }
     pub(super) fn kernels_f64(out: &mut Vec<Kernel<f64>>) {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-            out.push(Kernel { rows: 4, cols: 12, tile: f64_avx2 });
+            out.push(Kernel { rows: 6, cols: 8, tile: f64_avx2 });
         }
         if is_x86_feature_detected!("avx512f") {
             out.push(Kernel { rows: 8, cols: 16, tile: f64_avx512 });

@@ -9,12 +9,17 @@ mod kernel;
 
 pub use kernel::Element;
 
+use std::ops::Range;
+use std::sync::{Mutex, PoisonError};
+
 use kernel::Kernel;
+
+use crate::cpu::Pool;
 
 /// Terms that are summed before they meet `C`.
 pub const K_BLOCK: usize = 256;
 
-/// Rows of `A` that are packed at a time.
+/// Rows of `A` that are packed at a time (at most: whole tiles).
 const M_BLOCK: usize = 128;
 
 /// Columns of `B` that are packed at a time. A packed panel is read once for every block of rows, so they may lie in a far
@@ -78,7 +83,8 @@ pub enum Sign {
     Minus,
 }
 
-/// `C += A B` or `C -= A B` with `C` row-major, `stride` elements a row, on up to `threads` threads.
+/// `C += A B` or `C -= A B` with `C` row-major, `stride` elements a row, on the threads of `pool`, or on this one
+/// alone.
 ///
 /// # Panics
 /// When the shapes disagree or `c` is too short: a defect of the caller.
@@ -89,7 +95,7 @@ pub fn gemm<T: Element>(
     c: &mut [T],
     stride: usize,
     region: Region,
-    threads: usize,
+    pool: Option<&Pool>,
 ) {
     let (m, n, k) = (a.rows, b.cols, a.cols);
     assert_eq!(k, b.rows, "the inner dimensions agree");
@@ -98,29 +104,24 @@ pub fn gemm<T: Element>(
     }
     assert!(n <= stride && c.len() >= (m - 1) * stride + n, "C covers the product");
     let kernel = T::kernel();
-    let workers = threads.min(m.div_ceil(kernel.rows)).min((m * n * k).div_ceil(MIN_WORK)).max(1);
-    if workers == 1 {
+    let most = m.div_ceil(kernel.rows).min((m * n * k).div_ceil(MIN_WORK));
+    let Some((pool, workers)) = pool.map(|p| (p, p.threads().min(most))).filter(|&(_, workers)| workers > 1) else {
         return block(&kernel, sign, a, b, c, stride, region, 0);
+    };
+    let mut parts = Vec::with_capacity(workers);
+    let mut rest = c;
+    let mut row = 0;
+    for worker in 0..workers {
+        let end = if worker + 1 == workers { m } else { share(region, m, n, worker + 1, workers, kernel.rows) };
+        let (part, tail) = rest.split_at_mut(((end - row) * stride).min(rest.len()));
+        rest = tail;
+        parts.push(Mutex::new(Some((row, a.rows_from(row, end - row), part))));
+        row = end;
     }
-    std::thread::scope(|scope| {
-        let mut rest = c;
-        let mut row = 0;
-        for worker in 0..workers {
-            let end = if worker + 1 == workers { m } else { share(region, m, n, worker + 1, workers, kernel.rows) };
-            let rows = end - row;
-            if rows == 0 {
-                continue;
-            }
-            let (part, tail) = rest.split_at_mut((rows * stride).min(rest.len()));
-            rest = tail;
-            let (kernel, a, first) = (&kernel, a.rows_from(row, rows), row);
-            row = end;
-            let mut work = move || block(kernel, sign, a, b, part, stride, region, first);
-            if worker + 1 == workers {
-                work();
-            } else {
-                scope.spawn(work);
-            }
+    pool.run(workers, |worker, _| {
+        let part = parts[worker].lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some((first, a, part)) = part.filter(|(_, a, _)| a.rows > 0) {
+            block(&kernel, sign, a, b, part, stride, region, first);
         }
     });
 }
@@ -184,8 +185,9 @@ fn block_in<T: Element>(
         for k0 in (0..k).step_by(K_BLOCK) {
             let kb = K_BLOCK.min(k - k0);
             pack(b.transposed(), n0..n1, k0..k0 + kb, nr, b_pack);
-            for m0 in (0..m).step_by(M_BLOCK) {
-                let m1 = (m0 + M_BLOCK).min(m);
+            let m_block = M_BLOCK / mr * mr;
+            for m0 in (0..m).step_by(m_block) {
+                let m1 = (m0 + m_block).min(m);
                 if outside(region, first + m0, first + m1, n0, n1) {
                     continue;
                 }
@@ -227,103 +229,78 @@ fn outside(region: Region, r0: usize, r1: usize, c0: usize, c1: usize) -> bool {
 }
 
 /// Copies `source[rows, depth]` into panels of `tile` rows, term-major inside a panel, zero-padded to whole panels.
-fn pack<T: Element>(
+fn pack<T: Element>(source: View<'_, T>, rows: Range<usize>, depth: Range<usize>, tile: usize, out: &mut [T]) {
+    // Copies of known size need no call: the tiles that exist are known ones.
+    match tile {
+        4 => pack_tiles::<T, 4, 4>(source, rows, depth, out),
+        6 => pack_tiles::<T, 6, 6>(source, rows, depth, out),
+        8 => pack_tiles::<T, 8, 8>(source, rows, depth, out),
+        16 => pack_tiles::<T, 16, 8>(source, rows, depth, out),
+        32 => pack_tiles::<T, 32, 8>(source, rows, depth, out),
+        _ => unreachable!("a kernel has a tile of one of these sizes"),
+    }
+}
+
+/// [`pack`] into panels of `TILE` rows, of which `SIDE`, a divisor, are turned at a time.
+fn pack_tiles<T: Element, const TILE: usize, const SIDE: usize>(
     source: View<'_, T>,
-    rows: std::ops::Range<usize>,
-    depth: std::ops::Range<usize>,
-    tile: usize,
+    rows: Range<usize>,
+    depth: Range<usize>,
     out: &mut [T],
 ) {
-    /// Edge of the squares and length of the pieces that are copied at a time.
-    const SIDE: usize = 8;
+    /// Terms that are packed for all panels before the next ones: few lines are read from and few places written to at a
+    /// time.
+    const TERMS: usize = 16;
     let kb = depth.len();
+    let panels = rows.len().div_ceil(TILE);
+    let out = out[..panels * TILE * kb].as_chunks_mut::<TILE>().0;
+    let whole = rows.len() / TILE;
+    if whole < panels {
+        out[whole * kb..].as_flattened_mut().fill(T::ZERO);
+    }
     if source.row_stride == 1 {
-        // The terms' lines are contiguous: read each once, from end to end.
-        let panels = rows.len().div_ceil(tile);
-        let out = &mut out[..panels * tile * kb];
-        for k in 0..kb {
-            let start = (depth.start + k) * source.col_stride + rows.start;
-            let line = &source.data[start..start + rows.len()];
-            for (part, panel) in line.chunks(tile).zip(out.chunks_exact_mut(tile * kb)) {
-                let target = &mut panel[k * tile..(k + 1) * tile];
-                if part.len() == tile && tile.is_multiple_of(SIDE) {
-                    // In pieces of known size, which need no call.
-                    let pieces = target.as_chunks_mut::<SIDE>().0.iter_mut().zip(part.as_chunks::<SIDE>().0);
-                    pieces.for_each(|(to, from)| *to = *from);
-                } else {
-                    target[..part.len()].copy_from_slice(part);
-                    target[part.len()..].fill(T::ZERO);
+        // The terms' lines are contiguous.
+        for k0 in (0..kb).step_by(TERMS) {
+            for (i, panel) in out.chunks_exact_mut(kb).enumerate() {
+                for (k, target) in panel.iter_mut().enumerate().take(k0 + TERMS).skip(k0) {
+                    let start = (depth.start + k) * source.col_stride + rows.start + i * TILE;
+                    match source.data[start..].first_chunk::<TILE>() {
+                        Some(part) if i < whole => *target = *part,
+                        _ => {
+                            let count = rows.len() - i * TILE;
+                            target[..count.min(TILE)].copy_from_slice(&source.data[start..start + count.min(TILE)]);
+                        }
+                    }
                 }
             }
         }
         return;
     }
-    for (panel, r0) in out.chunks_exact_mut(tile * kb).zip(rows.clone().step_by(tile)) {
-        let count = tile.min(rows.end - r0);
-        if count < tile {
-            panel.fill(T::ZERO);
-        }
-        if source.col_stride == 1 {
+    for (panel, r0) in out.chunks_exact_mut(kb).zip(rows.clone().step_by(TILE)) {
+        let count = TILE.min(rows.end - r0);
+        let at = |r: usize, k: usize| (r0 + r) * source.row_stride + (depth.start + k) * source.col_stride;
+        for r in (0..count).step_by(SIDE) {
+            let mut k = 0;
             // By squares, so that each line of the panel is written whole.
-            for r in (0..count).step_by(SIDE) {
-                let side = SIDE.min(count - r);
-                let mut k = 0;
-                while side == SIDE && k + SIDE <= kb {
-                    let mut square = [[T::ZERO; SIDE]; SIDE];
-                    for i in 0..SIDE {
-                        let start = (r0 + r + i) * source.row_stride + depth.start + k;
-                        for (line, &value) in square.iter_mut().zip(&source.data[start..start + SIDE]) {
-                            line[i] = value;
-                        }
-                    }
-                    for (j, line) in square.iter().enumerate() {
-                        panel[(k + j) * tile + r..][..SIDE].copy_from_slice(line);
-                    }
-                    k += SIDE;
-                }
-                for i in 0..side {
-                    let start = (r0 + r + i) * source.row_stride + depth.start;
-                    for (j, &value) in source.data[start + k..start + kb].iter().enumerate() {
-                        panel[(k + j) * tile + r + i] = value;
+            while source.col_stride == 1 && r + SIDE <= count && k + SIDE <= kb {
+                let mut square = [[T::ZERO; SIDE]; SIDE];
+                for i in 0..SIDE {
+                    for (line, &value) in square.iter_mut().zip(&source.data[at(r + i, k)..][..SIDE]) {
+                        line[i] = value;
                     }
                 }
+                for (target, line) in panel[k..k + SIDE].iter_mut().zip(&square) {
+                    target[r..r + SIDE].copy_from_slice(line);
+                }
+                k += SIDE;
             }
-        } else {
-            for r in 0..count {
-                for (k, line) in panel.chunks_exact_mut(tile).enumerate() {
-                    line[r] = source.data[(r0 + r) * source.row_stride + (depth.start + k) * source.col_stride];
+            for i in r..(r + SIDE).min(count) {
+                for (j, target) in panel.iter_mut().enumerate().skip(k) {
+                    target[i] = source.data[at(i, j)];
                 }
             }
         }
     }
-}
-
-/// Measures the machine's f32 fused-multiply-add rate on `threads` threads: the micro kernel on operands that stay in the
-/// first-level cache, best of several runs. Returns floating-point operations (two a multiply-add) per second.
-pub fn peak_flops(threads: usize) -> f64 {
-    let kernel = f32::kernel();
-    let run = || {
-        let a = vec![1.0f32; kernel.rows * K_BLOCK];
-        let b = vec![1.0e-9f32; kernel.cols * K_BLOCK];
-        let mut c = vec![0.0f32; kernel.rows * kernel.cols];
-        for _ in 0..4000 {
-            kernel.run(K_BLOCK, &a, &b, &mut c, kernel.cols, Sign::Plus);
-        }
-        std::hint::black_box(c);
-    };
-    let flops = 2.0 * (4000 * kernel.rows * kernel.cols * K_BLOCK * threads.max(1)) as f64;
-    let mut best = 0.0f64;
-    for _ in 0..8 {
-        let start = std::time::Instant::now();
-        std::thread::scope(|scope| {
-            for _ in 1..threads {
-                scope.spawn(run);
-            }
-            run();
-        });
-        best = best.max(flops / start.elapsed().as_secs_f64());
-    }
-    best
 }
 
 #[cfg(test)]
@@ -369,13 +346,14 @@ mod tests {
                 |x: &[f32], r: usize, c: usize| -> Vec<f32> { (0..r * c).map(|i| x[(i % r) * c + i / r]).collect() };
             let (at, bt) = (transpose(&a, m, k), transpose(&b, k, n));
             for threads in [1, 3] {
+                let pool = Pool::new(threads);
                 for layout in 0..4 {
                     let av =
                         if layout & 1 == 0 { View::new(&a, m, k, k) } else { View::new(&at, k, m, m).transposed() };
                     let bv =
                         if layout & 2 == 0 { View::new(&b, k, n, n) } else { View::new(&bt, n, k, k).transposed() };
                     let mut c = start.clone();
-                    gemm(Sign::Minus, av, bv, &mut c, n, Region::Full, threads);
+                    gemm(Sign::Minus, av, bv, &mut c, n, Region::Full, Some(&pool));
                     assert!(c == expected, "{m}x{n}x{k} threads {threads} layout {layout}");
                 }
             }
@@ -390,7 +368,7 @@ mod tests {
         let mut expected = vec![0.0; m * n];
         reference(Sign::Plus, &a, &b, &mut expected, m, n, k);
         let mut c = vec![0.0; m * n];
-        gemm(Sign::Plus, View::new(&a, m, k, k), View::new(&b, k, n, n), &mut c, n, Region::Full, 1);
+        gemm(Sign::Plus, View::new(&a, m, k, k), View::new(&b, k, n, n), &mut c, n, Region::Full, None);
         assert!(c == expected);
     }
 
@@ -400,10 +378,10 @@ mod tests {
         let x = values(k * n, 6);
         let v = View::new(&x, k, n, n);
         let mut full = vec![0.0; n * n];
-        gemm(Sign::Plus, v.transposed(), v, &mut full, n, Region::Full, 1);
+        gemm(Sign::Plus, v.transposed(), v, &mut full, n, Region::Full, None);
         for (region, threads) in [(Region::Upper, 1), (Region::Upper, 3), (Region::Lower, 1), (Region::Lower, 2)] {
             let mut part = vec![0.0; n * n];
-            gemm(Sign::Plus, v.transposed(), v, &mut part, n, region, threads);
+            gemm(Sign::Plus, v.transposed(), v, &mut part, n, region, Some(&Pool::new(threads)));
             for i in 0..n {
                 for j in 0..n {
                     if (region == Region::Upper && j >= i) || (region == Region::Lower && j <= i) {
