@@ -39,6 +39,12 @@ pub enum Error {
         /// The layer.
         layer: usize,
     },
+    /// A layer was loaded for its router alone, and no experts were given to it.
+    #[error("layer {layer} was loaded without its experts; give it experts to run with, or load the whole layer")]
+    NoExperts {
+        /// The layer.
+        layer: usize,
+    },
     /// A token id is outside the embedding table.
     #[error("row {row}: token {token} does not exist; the vocabulary has {vocab} rows")]
     Token {

@@ -12,7 +12,7 @@ use crate::{
     kda::Kda,
     mhc::Site,
     mla::{Dsa, Select},
-    moe::Mlp,
+    moe::{Mlp, Parts},
     observer::{At, Observer, SiteKind},
     weights::{Loader, Source, layer_prefix},
     workspace::Workspace,
@@ -65,6 +65,20 @@ impl<B: Backend> Layer<B> {
     /// [`Error::Missing`] and [`Error::Shape`] naming the tensor, [`Error::NoSelection`] when the layer has no indexer and
     /// does not follow a DSA layer, [`Error::Limit`] when there is no such layer.
     pub fn load(backend: &B, source: &dyn Source, index: usize) -> Result<Self> {
+        Self::load_parts(backend, source, index, Parts::All)
+    }
+
+    /// Loads decoder layer `index` without the experts of an MoE layer: attention, mixers and router, which is what a
+    /// quantizer needs that brings its own experts ([`crate::streaming::Runner::finish`]). Of a block-FP8 source, whose
+    /// weights are widened when they are loaded, a layer's experts are most of the model.
+    ///
+    /// # Errors
+    /// As [`Layer::load`].
+    pub fn load_without_experts(backend: &B, source: &dyn Source, index: usize) -> Result<Self> {
+        Self::load_parts(backend, source, index, Parts::WithoutExperts)
+    }
+
+    fn load_parts(backend: &B, source: &dyn Source, index: usize, parts: Parts) -> Result<Self> {
         let text = &source.config().text;
         let (Some(&attention), Some(&mlp)) = (text.attention.get(index), text.mlp.get(index)) else {
             return Err(Error::Limit {
@@ -93,7 +107,7 @@ impl<B: Backend> Layer<B> {
             attention_site: Site::load(&loader, SiteKind::Attention)?,
             attention,
             mlp_site: Site::load(&loader, SiteKind::Mlp)?,
-            mlp: Mlp::load(&loader.at("mlp."), mlp)?,
+            mlp: Mlp::load(&loader.at("mlp."), mlp, parts)?,
         })
     }
 

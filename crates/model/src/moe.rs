@@ -12,12 +12,21 @@ use glimmer_checkpoint::config::MlpKind;
 use glimmer_tensor::{Backend, Experts, RouterRule, Swiglu};
 
 use crate::{
-    Result,
+    Error, Result,
     layer::Pass,
     observer::{At, Observer},
     weights::Loader,
     workspace::Workspace,
 };
+
+/// How much of an MoE layer is loaded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Parts {
+    /// Everything.
+    All,
+    /// Everything but the experts, routed and shared.
+    WithoutExperts,
+}
 
 /// The MLP of a layer.
 #[derive(Debug)]
@@ -38,14 +47,14 @@ impl<B: Backend> Mlp<B> {
     ///
     /// # Errors
     /// As [`Loader::matrix`].
-    pub(crate) fn load(loader: &Loader<'_, B>, kind: MlpKind) -> Result<Self> {
+    pub(crate) fn load(loader: &Loader<'_, B>, kind: MlpKind, parts: Parts) -> Result<Self> {
         let text = &loader.config().text;
         Ok(match kind {
             MlpKind::Dense => Self::Dense {
                 weights: loader.swiglu(text.hidden_size, text.intermediate_size, text.hidden_size)?,
                 limit: text.swiglu_limit,
             },
-            MlpKind::Sparse => Self::Sparse(Moe::load(loader)?),
+            MlpKind::Sparse => Self::Sparse(Moe::load(loader, parts)?),
         })
     }
 
@@ -68,7 +77,8 @@ pub struct Moe<B: Backend> {
     gate: B::Matrix,
     bias: B::Vector,
     rule: RouterRule,
-    experts: Experts<B>,
+    /// None: the layer was loaded for its router alone.
+    experts: Option<Experts<B>>,
 }
 
 impl<B: Backend> Moe<B> {
@@ -76,7 +86,7 @@ impl<B: Backend> Moe<B> {
     ///
     /// # Errors
     /// As [`Loader::matrix`].
-    pub(crate) fn load(loader: &Loader<'_, B>) -> Result<Self> {
+    pub(crate) fn load(loader: &Loader<'_, B>, parts: Parts) -> Result<Self> {
         let text = &loader.config().text;
         let moe = &text.moe;
         Ok(Self {
@@ -89,13 +99,21 @@ impl<B: Backend> Moe<B> {
                 normalize: moe.normalize,
                 scale: moe.routed_scaling_factor,
             },
-            experts: load_experts(loader)?,
+            experts: match parts {
+                Parts::All => Some(load_experts(loader)?),
+                Parts::WithoutExperts => None,
+            },
         })
     }
 
-    /// The layer's experts as loaded.
-    pub fn experts(&self) -> &Experts<B> {
-        &self.experts
+    /// The layer's experts as loaded; none in a layer that was loaded without them.
+    pub fn experts(&self) -> Option<&Experts<B>> {
+        self.experts.as_ref()
+    }
+
+    /// The experts, for `layer`'s forward pass.
+    pub(crate) fn own_experts(&self, layer: usize) -> Result<&Experts<B>> {
+        self.experts.as_ref().ok_or(Error::NoExperts { layer })
     }
 
     /// Experts a row.
@@ -113,7 +131,7 @@ impl<B: Backend> Moe<B> {
         let rows = pass.rows;
         self.route(pass.backend, rows, pass.work)?;
         pass.observer.routing(At { backend: &mut *pass.backend, layer, rows }, &pass.work.routing);
-        run_experts(pass.backend, rows, &self.experts, pass.work)
+        run_experts(pass.backend, rows, self.own_experts(layer)?, pass.work)
     }
 }
 

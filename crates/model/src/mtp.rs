@@ -23,7 +23,7 @@ use crate::{
     Error, Result,
     layer::Pass,
     mla::{Dsa, Select},
-    moe::Mlp,
+    moe::{Mlp, Parts},
     observer::{At, Observer},
     weights::{Loader, Source, layer_prefix},
 };
@@ -145,7 +145,7 @@ impl<B: Backend> Mtp<B> {
             input_norm: loader.norm("input_layernorm", hidden, eps)?,
             attention: Dsa::load(&loader.at("self_attn."), true)?,
             post_norm: loader.norm("post_attention_layernorm", hidden, eps)?,
-            mlp: Mlp::load(&loader.at("mlp."), MlpKind::Sparse)?,
+            mlp: Mlp::load(&loader.at("mlp."), MlpKind::Sparse, Parts::All)?,
             head_norm: loader.norm("shared_head.norm", hidden, eps)?,
         })
     }

@@ -7,7 +7,7 @@
 //! ```text
 //! embed_streams(...)                      -> streams                once
 //! for each layer:
-//!     let layer = Layer::load(backend, source, l)
+//!     let layer = Layer::load_without_experts(backend, source, l)
 //!     runner.attend(&layer, lengths, &mut streams, &mut selections)      first mixer + attention, in place
 //!     runner.mlp_input(&layer, &streams, &mut x, &mut routes)            second mixer: x and routing, streams unchanged
 //!     runner.finish(&layer, Some(&quantized_experts), &mut streams)      MLP with these experts, in place
@@ -213,14 +213,17 @@ impl<B: Backend> Runner<B> {
     /// layer uses `experts` instead of its own when given; routing always comes from the layer. Any rows.
     ///
     /// # Errors
-    /// [`Error::Length`] when the streams are not whole rows.
+    /// [`Error::Length`] when the streams are not whole rows, [`Error::NoExperts`] when there are none, neither given nor in
+    /// the layer.
     pub fn finish(&mut self, layer: &Layer<B>, experts: Option<&Experts<B>>, streams: &mut [f32]) -> Result<()> {
         let rows = self.stream_rows(streams)?;
         for (first, rows) in chunks(rows, self.limits.max_rows) {
             self.load_streams(streams, first, rows)?;
             self.mix_and_route(layer, rows)?;
             match (layer.mlp(), experts) {
-                (Mlp::Sparse(moe), None) => run_experts(&mut self.backend, rows, moe.experts(), &mut self.work)?,
+                (Mlp::Sparse(moe), None) => {
+                    run_experts(&mut self.backend, rows, moe.own_experts(layer.index())?, &mut self.work)?;
+                }
                 (Mlp::Sparse(_), Some(experts)) => run_experts(&mut self.backend, rows, experts, &mut self.work)?,
                 (Mlp::Dense { .. }, _) => {
                     let mut nothing = ();

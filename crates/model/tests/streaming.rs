@@ -212,6 +212,46 @@ fn int4_experts_compute_what_their_codes_stand_for() {
     assert!(!same(&int4, &own));
 }
 
+/// A checkpoint that must not be asked for an expert.
+struct WithoutExperts<'a>(&'a Checkpoint);
+
+impl Source for WithoutExperts<'_> {
+    fn config(&self) -> &Config {
+        self.0.config()
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.0.has(name)
+    }
+
+    fn tensor(&self, name: &str) -> Result<TensorData> {
+        assert!(!name.contains("experts."), "{name} was read");
+        Source::tensor(self.0, name)
+    }
+}
+
+#[test]
+fn a_layer_without_experts_reads_none_and_runs_with_given_ones() {
+    let checkpoint = micro();
+    let text = &checkpoint.config().text;
+    let tokens = tokens(&checkpoint, 31);
+    let mut runner = Runner::new(Cpu::new(1), text, RunnerLimits { max_rows: 64, max_tokens: 64, slots: 2 }).unwrap();
+    let whole = Layer::load(runner.backend(), &checkpoint, 2).unwrap();
+    let part = Layer::load_without_experts(runner.backend(), &WithoutExperts(&checkpoint), 2).unwrap();
+    let experts = load_experts(&Loader::new(runner.backend(), &checkpoint, layer_prefix(&checkpoint, 2)).at("mlp."));
+    let experts = experts.unwrap();
+    let start = embed_streams(&checkpoint, &tokens, &[]).unwrap();
+    let [ours, theirs] = [(&part, Some(&experts)), (&whole, None)].map(|(layer, experts)| {
+        let mut streams = start.clone();
+        runner.attend(layer, &LENGTHS, &mut streams, &mut Selections::default()).unwrap();
+        runner.finish(layer, experts, &mut streams).unwrap();
+        streams
+    });
+    assert!(same(&ours, &theirs));
+    let refused = runner.finish(&part, None, &mut { start });
+    assert!(matches!(refused, Err(Error::NoExperts { layer: 2 })), "{refused:?}");
+}
+
 #[test]
 fn an_expert_activation_is_the_clamped_product() {
     let checkpoint = tiny();
@@ -222,7 +262,7 @@ fn an_expert_activation_is_the_clamped_product() {
     let (hidden, width, limit) = (text.hidden_size, text.moe.intermediate_size, text.swiglu_limit);
     let x: Vec<f32> = (0..9 * hidden).map(|i| ((i * 37 % 101) as f32 - 50.0) * 0.2).collect();
     let mut act = vec![0.0; 9 * width];
-    runner.expert_activation(&moe.experts().routed[2], &x, &mut act).unwrap();
+    runner.expert_activation(&moe.experts().unwrap().routed[2], &x, &mut act).unwrap();
     let matrix = |name: &str| {
         let name = format!("{}mlp.experts.2.{name}.weight", layer_prefix(&checkpoint, 1));
         let tensor = checkpoint.tensor(&name).unwrap();

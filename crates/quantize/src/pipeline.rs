@@ -311,7 +311,7 @@ impl Job<'_> {
         progress: &mut dyn Progress,
     ) -> Result<()> {
         let began = Instant::now();
-        let layer = Layer::load(pass.runner.backend(), self.source, index)?;
+        let layer = Layer::load_without_experts(pass.runner.backend(), self.source, index)?;
         let shard = self.shard_of(index);
         let done = shard.is_some_and(|i| self.run.finished(&self.plan.layers[i].file).is_some());
         let wanted = shard.is_some() && !done;
