@@ -4,6 +4,7 @@
 //! therefore narrow twice over: one target that matches the routed experts of the quantized layers and nothing else, and
 //! prefix-agnostic `ignore` patterns for loaders that look only there.
 
+use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::{
@@ -20,7 +21,8 @@ pub const QUANTIZATION_KEY: &str = "quantization_config";
 const LAYOUT_VERSION: &str = "0.20.1";
 
 /// How much `ignore` spells out.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum IgnoreStyle {
     /// Patterns only.
     #[default]

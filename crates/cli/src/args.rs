@@ -126,6 +126,15 @@ pub(crate) enum IgnoreStyle {
     Dual,
 }
 
+impl From<IgnoreStyle> for glimmer_checkpoint::IgnoreStyle {
+    fn from(style: IgnoreStyle) -> Self {
+        match style {
+            IgnoreStyle::Regex => Self::Regex,
+            IgnoreStyle::Dual => Self::Dual,
+        }
+    }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct QuantizeArgs {
     /// Checkpoint to quantize (default: the embedded model)

@@ -42,4 +42,4 @@ pub use calibration::{CalibrationSample, ImageFeatures};
 pub use error::{Error, Result};
 pub use pipeline::{Finished, Options, SaveStreams, quantize};
 pub use progress::Progress;
-pub use recipe::{CalibratedExperts, DownInputs, IgnoreStyle, Method, Recipe, TokenWeights};
+pub use recipe::{CalibratedExperts, DownInputs, Method, Recipe, TokenWeights};

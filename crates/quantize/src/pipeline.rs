@@ -349,7 +349,7 @@ impl Job<'_> {
     /// The `quantization_config` of the artifact.
     fn quantization_block(&self) -> serde_json::Value {
         let scheme = Scheme {
-            ignore: self.recipe.ignore_style.into(),
+            ignore: self.recipe.ignore_style,
             static_order: (self.recipe.method, self.recipe.order) == (Method::Gptq, Order::Static),
         };
         quantization_config(self.source.config(), scheme)

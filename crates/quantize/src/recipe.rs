@@ -1,5 +1,6 @@
 //! What a quantization does to the weights: everything that the artifact's bytes depend on besides source and calibration.
 
+use glimmer_checkpoint::IgnoreStyle;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
@@ -45,25 +46,6 @@ pub enum DownInputs {
     Original,
     /// The quantized ones: what the down projection meets when the artifact runs.
     Quantized,
-}
-
-/// How config.json says what is not quantized.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum IgnoreStyle {
-    /// A few regular expressions that match under any loader's names.
-    Regex,
-    /// The expressions and every module by name, in the spellings of transformers and vLLM.
-    Dual,
-}
-
-impl From<IgnoreStyle> for glimmer_checkpoint::scheme::IgnoreStyle {
-    fn from(style: IgnoreStyle) -> Self {
-        match style {
-            IgnoreStyle::Regex => Self::Regex,
-            IgnoreStyle::Dual => Self::Dual,
-        }
-    }
 }
 
 /// The recipe. [`Recipe::default`] is the recommended one.

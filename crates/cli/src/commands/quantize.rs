@@ -6,8 +6,7 @@ use anyhow::bail;
 use glimmer_bench::{PictureEncoder, calibration_samples, read_calibration};
 use glimmer_checkpoint::Checkpoint;
 use glimmer_quantize::{
-    CalibratedExperts, CalibrationSample, IgnoreStyle, Method, Options, Progress, Recipe, gptq::Order, quantize,
-    scales::ScaleRule,
+    CalibratedExperts, CalibrationSample, Method, Options, Progress, Recipe, gptq::Order, quantize, scales::ScaleRule,
 };
 use glimmer_tensor::Cpu;
 use indicatif::ProgressBar;
@@ -62,10 +61,7 @@ fn quoted(path: &Path) -> String {
 }
 
 fn recipe(args: &QuantizeArgs) -> Recipe {
-    let ignore_style = match args.ignore_style {
-        args::IgnoreStyle::Regex => IgnoreStyle::Regex,
-        args::IgnoreStyle::Dual => IgnoreStyle::Dual,
-    };
+    let ignore_style = args.ignore_style.into();
     if args.parity {
         return Recipe { ignore_style, ..Recipe::parity() };
     }

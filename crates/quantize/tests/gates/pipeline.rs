@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use glimmer_checkpoint::Checkpoint;
+use glimmer_checkpoint::{Checkpoint, IgnoreStyle};
 use glimmer_quantize::{
-    CalibrationSample, IgnoreStyle, Method, Options, Recipe,
+    CalibrationSample, Method, Options, Recipe,
     gates::{GateId, Status, Verdict, VerifyOptions, verify},
     quantize,
 };
