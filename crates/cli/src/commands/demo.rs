@@ -1,6 +1,12 @@
 //! `glimmer demo`: the whole chain on the embedded model.
 
-use std::{fs, io::Write as _, path::Path, process::ExitCode};
+use std::{
+    fs::{self, File},
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
 use anyhow::{Context as _, bail};
 use glimmer_bench::{DemoInput, DemoProgress, demo, read_documents, read_task};
@@ -28,7 +34,7 @@ pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
         fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
     }
     let json = OutputFile::prepare_optional(args.json.as_deref())?;
-    let scratch = Scratch::create()?;
+    let scratch = Scratch::create_in(&std::env::temp_dir())?;
     let (source, parity) = (scratch.path.join("bf16"), scratch.path.join("w4a16-parity"));
     let artifact = args.keep.clone().unwrap_or_else(|| scratch.path.join("w4a16"));
     open::write_embedded(&source)?;
@@ -77,23 +83,76 @@ impl DemoProgress for Bar {
     }
 }
 
-/// A directory that goes away with the value.
+/// A directory that goes away with the value. One that a killed demo left behind goes away with the next demo.
 struct Scratch {
-    path: std::path::PathBuf,
+    path: PathBuf,
+    /// Locked as long as the demo runs; the lock goes with the process, however it ends.
+    _lock: File,
 }
 
 impl Scratch {
-    fn create() -> anyhow::Result<Self> {
-        let unique = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, |t| t.as_nanos());
-        let path = std::env::temp_dir().join(format!("glimmer-{}-{unique}", std::process::id()));
-        fs::create_dir_all(&path).with_context(|| format!("cannot create {}", path.display()))?;
-        Ok(Self { path })
+    /// How the directories' names begin.
+    const PREFIX: &str = "glimmer-demo-";
+    /// File in the directory whose lock says that its demo is running.
+    const LOCK: &str = "lock";
+
+    fn create_in(parent: &Path) -> anyhow::Result<Self> {
+        Self::clear(parent);
+        let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_nanos());
+        let name = format!("{}{}-{unique}", Self::PREFIX, std::process::id());
+        let (early, path) = (parent.join(format!("new-{name}")), parent.join(name));
+        // It gets its name once it is locked: another demo that starts now must not take it for a leftover.
+        let create = || -> io::Result<File> {
+            fs::create_dir(&early)?;
+            let lock = File::create(early.join(Self::LOCK))?;
+            lock.lock()?;
+            fs::rename(&early, &path)?;
+            Ok(lock)
+        };
+        let lock = create().with_context(|| format!("cannot create {}", path.display()))?;
+        Ok(Self { path, _lock: lock })
+    }
+
+    /// Removes what demos left behind that were killed. Best effort: a leftover in the temporary directory harms nobody,
+    /// and other people's cannot be removed.
+    fn clear(parent: &Path) {
+        for entry in fs::read_dir(parent).into_iter().flatten().flatten() {
+            let ours = entry.file_name().to_str().is_some_and(|name| name.starts_with(Self::PREFIX));
+            let lock = ours.then(|| File::open(entry.path().join(Self::LOCK)));
+            if let Some(Ok(lock)) = lock
+                && lock.try_lock().is_ok()
+            {
+                drop(fs::remove_dir_all(entry.path()));
+            }
+        }
     }
 }
 
 impl Drop for Scratch {
     fn drop(&mut self) {
-        // Best effort: a leftover in the temporary directory harms nobody.
-        drop(fs::remove_dir_all(AsRef::<Path>::as_ref(&self.path)));
+        // Best effort, as above.
+        drop(fs::remove_dir_all(&self.path));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn leftovers_of_killed_demos_are_removed_and_running_ones_kept() {
+        let parent = tempfile::tempdir().unwrap();
+        let running = Scratch::create_in(parent.path()).unwrap();
+        let (killed, other) = (parent.path().join("glimmer-demo-1-2"), parent.path().join("glimmer-demo"));
+        for path in [&killed, &other] {
+            fs::create_dir(path).unwrap();
+            fs::write(path.join("lock"), "").unwrap();
+        }
+        let next = Scratch::create_in(parent.path()).unwrap();
+        assert!(running.path.exists() && next.path.exists() && other.exists());
+        assert!(!killed.exists());
+        let path = next.path.clone();
+        drop(next);
+        assert!(!path.exists());
     }
 }
