@@ -382,7 +382,8 @@ pub(crate) struct MergeMtpArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct FixConfigArgs {
-    /// Artifact whose config.json is rewritten (the old one is kept beside it)
+    /// The artifact; its old config.json is kept beside the new one
+    #[arg(long, value_name = "DIR")]
     pub(crate) artifact: PathBuf,
     /// How config.json says what is not quantized
     #[arg(long, value_enum, default_value = "regex")]

@@ -1,12 +1,26 @@
-//! How a failure is told: one line with every cause once, whatever bytes the names of a damaged file hold.
+//! How failures and warnings are told: one line with every cause once, whatever bytes the names of a damaged file hold.
 
 use std::io::Write as _;
 
-use crate::progress::RED;
+use crate::progress::{RED, YELLOW};
 
 /// Prints an error for people. A standard error that is closed or full is no reason to panic.
 pub(crate) fn print(error: &anyhow::Error) {
     drop(writeln!(anstream::stderr(), "{RED}error:{RED:#} {}", explain(error)));
+}
+
+/// Warnings of one kind that are printed at most.
+const WARNINGS: usize = 8;
+
+/// Prints warnings for people, of many only the first.
+pub(crate) fn warn(warnings: &[String]) {
+    let mut err = anstream::stderr().lock();
+    for warning in warnings.iter().take(WARNINGS) {
+        drop(writeln!(err, "{YELLOW}warning:{YELLOW:#} {}", warning.chars().flat_map(printable).collect::<String>()));
+    }
+    if warnings.len() > WARNINGS {
+        drop(writeln!(err, "{YELLOW}warning:{YELLOW:#} and {} more like these", warnings.len() - WARNINGS));
+    }
 }
 
 /// Whether the reader of our output went away (`glimmer inspect | head`): not an error.

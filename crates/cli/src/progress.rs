@@ -5,6 +5,8 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 /// Errors.
 pub(crate) const RED: Style = AnsiColor::Red.on_default().bold();
+/// Warnings.
+pub(crate) const YELLOW: Style = AnsiColor::Yellow.on_default().bold();
 /// Headings.
 pub(crate) const BOLD: Style = Style::new().bold();
 /// Side remarks (reasoning, statistics).

@@ -16,6 +16,7 @@
 pub mod bench;
 pub mod calibration;
 pub mod cholesky;
+mod copy;
 pub mod error;
 mod experts;
 pub mod gates;
@@ -39,6 +40,7 @@ mod state;
 mod workers;
 
 pub use calibration::{CalibrationSample, ImageFeatures};
+pub use copy::NonFiniteTensor;
 pub use error::{Error, Result};
 pub use pipeline::{Finished, Options, SaveStreams, quantize};
 pub use progress::Progress;

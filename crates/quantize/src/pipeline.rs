@@ -23,11 +23,12 @@ use glimmer_tensor::cpu::Pool;
 use serde_json::json;
 
 use crate::calibration::{Batch, Calibration, CalibrationSample};
+use crate::copy::copy_shard;
 use crate::error::{Error, Result};
 use crate::experts::{LayerInputs, LayerWork, check, matrix_units};
 use crate::gptq::Order;
 use crate::overlay::Overlay;
-use crate::plan::{LayerShard, Plan, copy_shard, layer_tensors};
+use crate::plan::{LayerShard, Plan, layer_tensors};
 use crate::progress::Progress;
 use crate::recipe::{Method, Recipe};
 use crate::report::{LayerReport, REPORT_JSON, REPORT_PAGE, Report, Timing};
@@ -150,8 +151,8 @@ struct Job<'a> {
     source: &'a Checkpoint,
     recipe: &'a Recipe,
     options: &'a Options,
-    calibration: Calibration<'a>,
     threads: Pool,
+    calibration: Calibration<'a>,
     samples: usize,
     plan: Plan,
     run: Run,
@@ -186,8 +187,8 @@ impl Job<'_> {
             }
             check(progress)?;
             progress.phase(&format!("copy {} of {}", i + 1, self.plan.copies.len()));
-            let receipt = copy_shard(self.source, self.run.directory(), shard)?;
-            self.run.record(FinishedShard { receipt, layer: None })?;
+            let (receipt, non_finite) = copy_shard(self.source, self.run.directory(), shard)?;
+            self.run.record(FinishedShard { receipt, layer: None, non_finite })?;
         }
         self.timing.copies = began.elapsed().as_secs_f64();
         check(progress)
@@ -223,7 +224,8 @@ impl Job<'_> {
             progress.phase(&format!("layer {layer}"));
             let mut writer = self.begin_shard(shard)?;
             let report = self.layer_work(layer).round(&mut writer, progress)?;
-            self.run.record(FinishedShard { receipt: writer.finish()?, layer: Some(report) })?;
+            let receipt = writer.finish()?;
+            self.run.record(FinishedShard { receipt, layer: Some(report), non_finite: Vec::new() })?;
             self.timing.solve += began.elapsed().as_secs_f64();
             self.timing.layers.push((layer, began.elapsed().as_secs_f64()));
             check(progress)?;
@@ -330,7 +332,7 @@ impl Job<'_> {
             let inputs = LayerInputs { x: pass.x, tokens: self.calibration.tokens(), routes: &routes };
             let report = self.layer_work(index).solve(pass.runner, &inputs, &mut writer, progress)?;
             let receipt = writer.finish()?;
-            self.run.record(FinishedShard { receipt, layer: Some(report) })?;
+            self.run.record(FinishedShard { receipt, layer: Some(report), non_finite: Vec::new() })?;
             self.timing.solve += began.elapsed().as_secs_f64();
             check(progress)?;
         }
@@ -368,8 +370,14 @@ impl Job<'_> {
             .filter_map(|file| self.run.finished(file))
             .collect();
         let layers: Vec<LayerReport> = shards.iter().filter_map(|s| s.layer.clone()).collect();
-        let report =
-            Report { recipe: self.recipe.clone(), samples: self.samples, tokens: self.calibration.tokens(), layers };
+        let report = Report {
+            recipe: self.recipe.clone(),
+            samples: self.samples,
+            tokens: self.calibration.tokens(),
+            layers,
+            non_finite: shards.iter().flat_map(|s| s.non_finite.clone()).collect(),
+            unexpected: self.plan.unexpected.clone(),
+        };
         let unreadable =
             |e: serde_json::Error| Error::ConfigText { expected: "a report that can be stored", found: e.to_string() };
         let statistics = serde_json::to_value(&report).map_err(unreadable)?;

@@ -3,13 +3,12 @@
 //! First come the shards of everything that is copied, then one shard for each layer with routed experts. The names carry
 //! the number of shards, so the plan is made before anything is written.
 
-use std::path::Path;
-
 use glimmer_checkpoint::inventory::{Difference, Group, Inventory};
 use glimmer_checkpoint::sharding::{plan_shards, shard_name};
-use glimmer_checkpoint::writer::{ShardReceipt, ShardWriter, TensorHeader};
+use glimmer_checkpoint::writer::TensorHeader;
 use glimmer_checkpoint::{Checkpoint, DType, ExpertMatrix, MlpKind, TensorSpec, int4};
 
+use crate::copy::CopyShard;
 use crate::error::{Error, Result};
 
 /// The shards of an artifact, in the order of their numbers.
@@ -19,15 +18,8 @@ pub(crate) struct Plan {
     pub(crate) copies: Vec<CopyShard>,
     /// Shards of quantized layers.
     pub(crate) layers: Vec<LayerShard>,
-}
-
-/// A shard of copied tensors.
-#[derive(Debug)]
-pub(crate) struct CopyShard {
-    /// File name.
-    pub(crate) file: String,
-    /// Its tensors.
-    pub(crate) tensors: Vec<TensorHeader>,
+    /// Tensors of the source that its configuration does not imply; they are copied all the same.
+    pub(crate) unexpected: Vec<String>,
 }
 
 /// A shard of the quantized experts of one layer.
@@ -56,10 +48,11 @@ impl Plan {
         }
         let mut copied: Vec<TensorSpec> =
             inventory.tensors().iter().filter(|spec| spec.group != Group::MoeRouted).cloned().collect();
-        // Tensors that the configuration does not know are carried along all the same.
+        let mut unexpected = Vec::new();
         for mismatch in mismatches.iter().filter(|m| matches!(m.difference, Difference::Unexpected)) {
             if let Some((dtype, shape)) = source.describe(&mismatch.tensor) {
                 let (name, shape) = (mismatch.tensor.clone(), shape.to_vec());
+                unexpected.push(name.clone());
                 copied.push(TensorSpec { name, dtype, shape, group: Group::Global, layer: None });
             }
         }
@@ -80,7 +73,7 @@ impl Plan {
             .iter()
             .enumerate()
             .map(|(i, &layer)| LayerShard { file: shard_name(copies.len() + i + 1, count), layer });
-        Ok(Self { layers: layers.collect(), copies })
+        Ok(Self { layers: layers.collect(), copies, unexpected })
     }
 }
 
@@ -97,26 +90,6 @@ pub(crate) fn layer_tensors(matrices: &[ExpertMatrix]) -> Vec<TensorHeader> {
             ]
         })
         .collect()
-}
-
-/// Copies a shard's tensors, byte range by byte range; FP8 weights are widened on the way.
-///
-/// # Errors
-/// What reading and writing can go wrong with.
-pub(crate) fn copy_shard(source: &Checkpoint, directory: &Path, shard: &CopyShard) -> Result<ShardReceipt> {
-    /// Bytes handed over at a time, so that pages of the mapped source can be given back early.
-    const PIECE: usize = 16 << 20;
-    let mut writer = ShardWriter::create(directory, &shard.file, shard.tensors.clone())?;
-    for header in &shard.tensors {
-        let tensor = source.tensor(&header.name)?;
-        let length = tensor.bytes.as_slice().len();
-        for start in (0..length).step_by(PIECE) {
-            let Some(piece) = tensor.bytes.slice(start..(start + PIECE).min(length)) else { continue };
-            writer.write(piece.as_slice())?;
-            piece.release();
-        }
-    }
-    Ok(writer.finish()?)
 }
 
 fn refuse_artifact(source: &Checkpoint) -> Result<()> {

@@ -7,6 +7,7 @@ use std::fmt::Write as _;
 
 use serde::{Deserialize, Serialize};
 
+use crate::copy::NonFiniteTensor;
 use crate::recipe::Recipe;
 
 /// File name of the report as JSON.
@@ -76,6 +77,12 @@ pub struct Report {
     pub tokens: usize,
     /// Layers in order.
     pub layers: Vec<LayerReport>,
+    /// Copied tensors that hold NaN or infinity, as the source does.
+    #[serde(default)]
+    pub non_finite: Vec<NonFiniteTensor>,
+    /// Tensors that the configuration does not imply; copied byte for byte.
+    #[serde(default)]
+    pub unexpected: Vec<String>,
 }
 
 /// Where the time went, in seconds. Not part of the artifact.
@@ -187,6 +194,14 @@ impl Report {
             for m in fallbacks {
                 line(format_args!("- `{}`: {} tokens, {:?}", m.name, m.tokens, m.outcome));
             }
+        }
+        if !self.non_finite.is_empty() {
+            line(format_args!("\n## Copied with NaN or infinity, as the source has them\n"));
+            self.non_finite.iter().for_each(|tensor| line(format_args!("- {tensor}")));
+        }
+        if !self.unexpected.is_empty() {
+            line(format_args!("\n## Copied although the configuration does not imply them\n"));
+            self.unexpected.iter().for_each(|name| line(format_args!("- `{name}`")));
         }
         page
     }

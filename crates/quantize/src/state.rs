@@ -16,6 +16,7 @@ use glimmer_checkpoint::writer::{ShardReceipt, write_file};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::copy::NonFiniteTensor;
 use crate::error::{Error, Result};
 use crate::report::LayerReport;
 use crate::rows::RowStore;
@@ -44,6 +45,9 @@ pub(crate) struct FinishedShard {
     pub(crate) receipt: ShardReceipt,
     /// What was done, for a layer.
     pub(crate) layer: Option<LayerReport>,
+    /// Copied tensors with values that are not finite.
+    #[serde(default)]
+    pub(crate) non_finite: Vec<NonFiniteTensor>,
 }
 
 /// Contents of `state.json`.

@@ -8,7 +8,7 @@ use glimmer_checkpoint::scheme::IgnoreStyle;
 use glimmer_checkpoint::writer::{ShardWriter, TensorHeader, write_index};
 use glimmer_checkpoint::{Checkpoint, Inventory};
 use glimmer_quantize::gates::{GateId, VerifyOptions, verify};
-use glimmer_quantize::mend::{CONFIG_COPY, MTP_SHARD, fix_config, merge_mtp};
+use glimmer_quantize::mend::{CONFIG_COPY, ConfigFix, MTP_SHARD, fix_config, merge_mtp};
 use glimmer_quantize::{Options, Recipe, quantize};
 use glimmer_tensor::Cpu;
 
@@ -44,7 +44,7 @@ fn a_lost_mtp_layer_is_added_without_touching_the_rest() {
     let added = merge_mtp(&source, &out).unwrap();
     let merged = Checkpoint::open(&out).unwrap();
     assert_eq!(Inventory::w4a16(source.config()).unwrap().compare(&merged), Vec::new());
-    assert_eq!(added, complete.names().count() - kept.len());
+    assert_eq!(added.added, complete.names().count() - kept.len());
     let after = index(&out);
     for (name, file) in before["weight_map"].as_object().unwrap() {
         assert_eq!(&after["weight_map"][name], file);
@@ -54,8 +54,8 @@ fn a_lost_mtp_layer_is_added_without_touching_the_rest() {
         assert_eq!(merged.tensor(name).unwrap().bytes.as_slice(), source.tensor(name).unwrap().bytes.as_slice());
     }
     assert_eq!(after["metadata"]["total_size"].as_u64().unwrap(), merged.shards().tensor_bytes());
-    assert_eq!(merge_mtp(&source, &out).unwrap(), 0, "nothing is lacking any more");
-    assert_eq!(merge_mtp(&source, &whole).unwrap(), 0);
+    assert_eq!(merge_mtp(&source, &out).unwrap().added, 0, "nothing is lacking any more");
+    assert_eq!(merge_mtp(&source, &whole).unwrap().added, 0);
 }
 
 #[test]
@@ -63,7 +63,9 @@ fn a_misread_block_is_replaced_and_the_old_text_kept() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("artifact");
     artifact(&out);
-    assert!(!fix_config(&out, IgnoreStyle::Regex).unwrap(), "ours needs no fixing");
+    let nothing = ConfigFix { replaced: Vec::new(), wrong: Vec::new() };
+    assert_eq!(fix_config(&out, IgnoreStyle::Regex).unwrap(), nothing, "ours needs no fixing");
+    assert!(!out.join(CONFIG_COPY).exists());
     let path = out.join("config.json");
     let text = std::fs::read_to_string(&path).unwrap();
     let mut value: serde_json::Value = serde_json::from_str(&text).unwrap();
@@ -74,10 +76,32 @@ fn a_misread_block_is_replaced_and_the_old_text_kept() {
     let verdict =
         |full| verify(&out, Some(Path::new(TINY)), &VerifyOptions { full, ..VerifyOptions::default() }).unwrap();
     assert!(verdict(false).failed().contains(&GateId::G13));
-    assert!(fix_config(&out, IgnoreStyle::Regex).unwrap());
+    assert_eq!(fix_config(&out, IgnoreStyle::Regex).unwrap().replaced, ["targets", "ignore"]);
     assert_eq!(std::fs::read_to_string(out.join(CONFIG_COPY)).unwrap(), broken);
     let fixed: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
     assert_eq!(fixed, serde_json::from_str::<serde_json::Value>(&text).unwrap());
     assert_eq!(Manifest::read(&out).unwrap().check_files(&out).unwrap(), Vec::new());
     assert!(!verdict(false).failed().contains(&GateId::G13));
+}
+
+#[test]
+fn what_a_fix_does_not_mend_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("artifact");
+    artifact(&out);
+    let path = out.join("config.json");
+    let mut value: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    value["quantization_config"]["quantization_status"] = serde_json::json!("frozen");
+    value["quantization_config"]["config_groups"]["group_0"]["weights"]["group_size"] = serde_json::json!(64);
+    value["quantization_config"]["ignore"] = serde_json::json!([]);
+    std::fs::write(&path, format!("{value:#}")).unwrap();
+    let wrong =
+        ["quantization_config.quantization_status", "quantization_config.config_groups.group_0.weights.group_size"];
+    for replaced in [vec!["ignore"], vec![]] {
+        let fix = fix_config(&out, IgnoreStyle::Regex).unwrap();
+        assert_eq!(fix.replaced, replaced);
+        assert_eq!(fix.wrong.iter().map(|o| o.subject.as_str()).collect::<Vec<_>>(), wrong);
+    }
+    let after: serde_json::Value = serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+    assert_eq!(after["quantization_config"]["quantization_status"], "frozen");
 }

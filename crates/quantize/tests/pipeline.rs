@@ -6,7 +6,8 @@ use std::path::Path;
 
 use glimmer_checkpoint::int4::dequantize_matrix;
 use glimmer_checkpoint::manifest::Manifest;
-use glimmer_checkpoint::{Bytes, Checkpoint, Inventory};
+use glimmer_checkpoint::writer::{ShardWriter, TensorHeader, write_index};
+use glimmer_checkpoint::{Bytes, Checkpoint, DType, Inventory, TensorData};
 use glimmer_quantize::gates::{VerifyOptions, verify};
 use glimmer_quantize::report::Outcome;
 use glimmer_quantize::{
@@ -443,4 +444,47 @@ fn rounding_to_nearest_needs_no_calibration_and_an_artifact_is_no_source() {
     let refused = quantize(Cpu::new(1), &artifact, &[], &Recipe::rtn(), &options, &mut ());
     assert!(matches!(refused, Err(Error::AlreadyQuantized { .. })));
     assert!(!options.out.exists());
+}
+
+#[test]
+fn what_is_copied_although_damaged_or_unknown_is_named() {
+    let (damaged, extra) =
+        ("model.language_model.layers.1.self_attn.o_proj.weight", "model.language_model.extra.weight");
+    let nan = half::bf16::NAN.to_le_bytes();
+    let source = altered(|name, bytes| {
+        if name == damaged {
+            bytes[10..12].copy_from_slice(&nan);
+            bytes[20..22].copy_from_slice(&half::bf16::INFINITY.to_le_bytes());
+        }
+    });
+    // Rounding to nearest needs no forward pass, which would end at the NaN.
+    let (_folder, options) = fresh();
+    let report = quantize(Cpu::new(1), &source, &[], &Recipe::rtn(), &options, &mut ()).unwrap().report;
+    assert_eq!(report.unexpected, Vec::<String>::new());
+    let [found] = report.non_finite.as_slice() else { panic!("{:?}", report.non_finite) };
+    assert_eq!((found.name.as_str(), found.count, found.first), (damaged, 2, 5));
+    assert!(report.page().contains(damaged));
+    let copy = Checkpoint::open(&options.out).unwrap();
+    let bytes = |c: &Checkpoint| c.tensor(damaged).unwrap().bytes.as_slice().to_vec();
+    assert!(bytes(&copy) == bytes(&source), "byte for byte all the same");
+
+    let folder = tempfile::tempdir().unwrap();
+    let directory = folder.path().join("source");
+    std::fs::create_dir(&directory).unwrap();
+    let tiny = tiny();
+    let mut tensors: Vec<TensorData> = tiny.names().map(|name| tiny.tensor(name).unwrap()).collect();
+    let odd = [1, 2, 3, 4, 5, 6];
+    let (name, shape) = (extra.to_owned(), vec![3, 1]);
+    tensors.push(TensorData { name, dtype: DType::Bf16, shape, bytes: Bytes::new(odd.to_vec()) });
+    let headers = tensors.iter().map(TensorHeader::from).collect();
+    let mut writer = ShardWriter::create(&directory, "model-00001-of-00001.safetensors", headers).unwrap();
+    tensors.iter().for_each(|t| writer.write_tensor(t).unwrap());
+    write_index(&directory, &[writer.finish().unwrap()]).unwrap();
+    std::fs::write(directory.join("config.json"), tiny.file("config.json").unwrap().as_slice()).unwrap();
+    let source = Checkpoint::open(&directory).unwrap();
+    let options = Options::new(folder.path().join("artifact"));
+    let report = quantize(Cpu::new(1), &source, &[], &Recipe::rtn(), &options, &mut ()).unwrap().report;
+    assert_eq!((report.unexpected.as_slice(), report.non_finite.len()), (&[extra.to_owned()][..], 0));
+    assert!(report.page().contains(extra));
+    assert_eq!(Checkpoint::open(&options.out).unwrap().tensor(extra).unwrap().bytes.as_slice(), odd);
 }

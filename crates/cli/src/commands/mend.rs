@@ -2,29 +2,41 @@
 
 use std::{io::Write as _, process::ExitCode};
 
-use glimmer_quantize::{IgnoreStyle, mend};
+use glimmer_quantize::{NonFiniteTensor, mend};
 
 use crate::{
-    args::{self, FixConfigArgs, MergeMtpArgs},
-    open,
+    args::{FixConfigArgs, MergeMtpArgs},
+    failure, open,
 };
 
 /// Adds the draft layer of a checkpoint to an artifact.
 pub(crate) fn merge_mtp(args: &MergeMtpArgs) -> anyhow::Result<ExitCode> {
     let source = open::model(Some(&args.source))?;
-    let added = mend::merge_mtp(&source, &args.artifact)?;
-    writeln!(anstream::stdout(), "{}: {added} tensors of the draft layer added", args.artifact.display())?;
+    let merge = mend::merge_mtp(&source, &args.artifact)?;
+    let mut out = anstream::stdout().lock();
+    writeln!(out, "{}: {} tensors of the draft layer added", args.artifact.display(), merge.added)?;
+    failure::warn(&damaged(&merge.non_finite));
     Ok(ExitCode::SUCCESS)
 }
 
-/// Rewrites the quantization block of an artifact's config.json.
+/// What is said about tensors that were copied with NaN or infinity.
+pub(super) fn damaged(tensors: &[NonFiniteTensor]) -> Vec<String> {
+    tensors.iter().map(|tensor| format!("{tensor}; it was copied as the source has it")).collect()
+}
+
+/// Rewrites targets and ignore list of an artifact's config.json. Exit code 1 when something else in the block is wrong.
 pub(crate) fn fix_config(args: &FixConfigArgs) -> anyhow::Result<ExitCode> {
-    let style = match args.ignore_style {
-        args::IgnoreStyle::Regex => IgnoreStyle::Regex,
-        args::IgnoreStyle::Dual => IgnoreStyle::Dual,
-    };
-    let changed = mend::fix_config(&args.artifact, style.into())?;
-    let what = if changed { "rewritten" } else { "right already" };
-    writeln!(anstream::stdout(), "{}: targets and ignore list {what}", args.artifact.display())?;
-    Ok(ExitCode::SUCCESS)
+    let fix = mend::fix_config(&args.artifact, args.ignore_style.into())?;
+    let mut out = anstream::stdout().lock();
+    let place = args.artifact.display();
+    if fix.replaced.is_empty() {
+        writeln!(out, "{place}: `targets` and `ignore` are as recommended, nothing was written")?;
+    } else {
+        let replaced: Vec<String> = fix.replaced.iter().map(|field| format!("`{field}`")).collect();
+        writeln!(out, "{place}: {} replaced; the old text is {}", replaced.join(" and "), mend::CONFIG_COPY)?;
+    }
+    for wrong in &fix.wrong {
+        writeln!(out, "not mended: {}: {}", wrong.subject, wrong.found)?;
+    }
+    Ok(ExitCode::from(u8::from(!fix.wrong.is_empty())))
 }

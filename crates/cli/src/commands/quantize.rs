@@ -11,7 +11,8 @@ use glimmer_quantize::{
 use glimmer_tensor::Cpu;
 use indicatif::ProgressBar;
 
-use crate::{args, args::QuantizeArgs, embedded, open, progress};
+use super::mend::damaged;
+use crate::{args, args::QuantizeArgs, embedded, failure, open, progress};
 
 /// Makes a W4A16 artifact.
 pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCode> {
@@ -33,6 +34,9 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     bar.bar.finish_and_clear();
     let (report, timing) = (&finished.report, &finished.timing);
     let fallbacks = report.fallbacks().count();
+    failure::warn(&damaged(&report.non_finite));
+    let unexpected = |name| format!("`{name}` is not a tensor of this configuration; it was copied byte for byte");
+    failure::warn(&report.unexpected.iter().map(unexpected).collect::<Vec<_>>());
     let mut out = anstream::stdout().lock();
     writeln!(
         out,

@@ -7,13 +7,14 @@ use serde_json::{Map, Value};
 
 use super::{
     matcher::{self, Modules, Rules},
-    verdict::{GateId::G13, Ledger},
+    verdict::{GateId::G13, Ledger, Offender},
 };
 
 /// Key of the block.
 pub(super) const BLOCK: &str = "quantization_config";
 
-const FIX: &str = "write the field as expected, or run `glimmer fix-config`";
+const FIX: &str = "write the field as expected";
+const MEND: &str = "run `glimmer fix-config`, which writes the narrow target and the ignore patterns";
 
 /// Compares the artifact's `config.json` with the source's, both without any quantization block.
 pub(super) fn compare(ledger: &mut Ledger, source: &Value, artifact: &Value) {
@@ -88,6 +89,13 @@ impl Demand {
     }
 }
 
+/// What the fields of a block violate, apart from what loaders make of `targets` and `ignore`.
+pub(super) fn problems(value: &Value, group_size: usize) -> Vec<Offender> {
+    let mut ledger = Ledger::new();
+    block(&mut ledger, value, None, group_size);
+    ledger.finish().into_iter().flat_map(|gate| gate.offenders).collect()
+}
+
 /// Judges the block: fields, then what loaders make of `targets` and `ignore`.
 pub(super) fn block(ledger: &mut Ledger, block: &Value, modules: Option<&Modules>, group_size: usize) {
     let Some(map) = block.as_object() else {
@@ -107,7 +115,7 @@ pub(super) fn block(ledger: &mut Ledger, block: &Value, modules: Option<&Modules
     let ignore = strings(map.get("ignore").unwrap_or(&Value::Array(Vec::new())));
     if ignore.is_none() {
         let found = map.get("ignore").map(Value::to_string).unwrap_or_default();
-        ledger.field(G13, "quantization_config.ignore", format!("expected a list of strings, found {found}"), FIX);
+        ledger.field(G13, "quantization_config.ignore", format!("expected a list of strings, found {found}"), MEND);
     }
     let Some(groups) = map.get("config_groups").and_then(Value::as_object).filter(|g| !g.is_empty()) else {
         ledger.field(G13, "quantization_config.config_groups", "expected one group, found none", FIX);
@@ -134,7 +142,7 @@ pub(super) fn block(ledger: &mut Ledger, block: &Value, modules: Option<&Modules
         match group.get("targets").and_then(strings).filter(|t| !t.is_empty()) {
             Some(entries) => targets.extend(entries),
             None => {
-                ledger.field(G13, &format!("{path}.targets"), "expected a list of patterns, found none", FIX);
+                ledger.field(G13, &format!("{path}.targets"), "expected a list of patterns, found none", MEND);
                 return;
             }
         }
@@ -183,14 +191,12 @@ fn loaders(ledger: &mut Ledger, targets: &[String], ignore: &[String], modules: 
     let rules = match rules {
         Ok(rules) => rules,
         Err(e) => {
-            ledger.field(G13, "quantization_config", e.to_string(), FIX);
+            ledger.field(G13, "quantization_config", e.to_string(), MEND);
             return;
         }
     };
     for wrong in matcher::wrong_layers(&rules, modules) {
         let found = format!("{} in {}", wrong.problem, wrong.reader);
-        let remedy =
-            "correct `targets` and `ignore` (`glimmer fix-config` writes the narrow target and seven patterns)";
-        ledger.field(G13, &wrong.module, found, remedy);
+        ledger.field(G13, &wrong.module, found, MEND);
     }
 }

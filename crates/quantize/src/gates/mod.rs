@@ -233,6 +233,11 @@ fn own_config(ledger: &mut Ledger, value: &Value) -> Option<Config> {
     }
 }
 
+/// What the fields of a `quantization_config` violate; `targets` and `ignore` are only looked at for their form.
+pub(crate) fn block_problems(block: &Value) -> Vec<Offender> {
+    config_block::problems(block, int4::GROUP)
+}
+
 /// G13, and G14 on leftover blocks.
 fn config_gates(ledger: &mut Ledger, source: Option<&Source>, value: &Value, modules: Option<&matcher::Modules>) {
     ledger.count(G::G13, 1, 1);
@@ -249,7 +254,7 @@ fn config_gates(ledger: &mut Ledger, source: Option<&Source>, value: &Value, mod
         match value.get(config_block::BLOCK) {
             Some(block) => config_block::block(ledger, block, modules, int4::GROUP),
             None => {
-                let remedy = "write the block (`glimmer fix-config`)";
+                let remedy = "copy the block from another artifact of this model";
                 ledger.field(G::G13, config_block::BLOCK, "expected the block, found no such key", remedy);
             }
         }
