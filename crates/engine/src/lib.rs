@@ -19,6 +19,7 @@
 //! | [`thinking`] | where reasoning ends, and how a budget ends it |
 //! | [`logprobs`] | log-probabilities, ranks and the best tokens of a row |
 //! | `best` | the best tokens of a row without sorting it |
+//! | `softmax` | weights of logits, many at a time |
 //! | [`depth`] | how many drafts a step tries: fixed, by table, or as measured |
 //! | [`synthetic`] | acceptance by decree, for benches |
 //! | [`constraint`] | the seam to grammars: which tokens may come next |
@@ -60,6 +61,7 @@ pub mod schedule;
 pub mod score;
 pub mod sequence;
 pub mod settings;
+mod softmax;
 pub mod speculate;
 pub mod stats;
 pub mod synthetic;

@@ -7,6 +7,7 @@
 use crate::{
     best::{Entry, by_rank, largest, select},
     request::Logprobs,
+    softmax::Weighing,
 };
 
 /// Reads log-probabilities off rows, with reusable scratch.
@@ -24,8 +25,7 @@ impl Reader {
     pub fn read(&mut self, logits: &[f32], token: u32, best: usize) -> Result<Logprobs, &'static str> {
         let own = *logits.get(token as usize).ok_or("the token is beyond the vocabulary")?;
         let (_, max) = largest(logits)?;
-        let sum: f64 = logits.iter().map(|&logit| (f64::from(logit) - f64::from(max)).exp()).sum();
-        let log_sum = f64::from(max) + sum.ln();
+        let log_sum = f64::from(max) + Weighing::plain(max).mass(logits).ln();
         let logprob = |logit: f32| (f64::from(logit) - log_sum) as f32;
         let (before, behind) = logits.split_at(token as usize);
         let ahead = before.iter().filter(|&&l| l >= own).count() + behind.iter().filter(|&&l| l > own).count();

@@ -12,6 +12,7 @@ use crate::{
     best::{Entry, by_rank, select},
     random::{Purpose, uniform},
     request::Sampling,
+    softmax::Weighing,
 };
 
 /// Temperatures below this are greedy.
@@ -261,75 +262,74 @@ impl Sampler {
     }
 
     fn shape(&mut self, logits: &[f32], params: &Sampling, max: f32) {
-        let (temperature, max) = (f64::from(params.temperature), f64::from(max));
-        let weight = |logit: f32| ((f64::from(logit) - max) / temperature).exp();
-        // A share of the best probability is a distance from the best logit.
-        let floor = if params.min_p > 0.0 { max + temperature * f64::from(params.min_p).ln() } else { f64::MIN };
-        let entries = || logits.iter().copied().zip(0u32..).filter(move |&(logit, _)| f64::from(logit) >= floor);
+        let weighing = Weighing::new(max, params.temperature, params.min_p);
+        let top_k = params.top_k.filter(|&k| k > 0).map(|k| k as usize);
+        let entries = || logits.iter().copied().zip(0u32..).filter(|entry| weighing.keeps(entry.0));
         let Self { candidates, distribution: Distribution { tokens, weights, total } } = self;
         tokens.clear();
         weights.clear();
-        let top_k = params.top_k.filter(|&k| k > 0).map(|k| k as usize);
         if top_k.is_none() && params.top_p >= 1.0 {
-            entries().for_each(|(logit, token)| {
+            weighing.each(logits, |token, weight| {
                 tokens.push(token);
-                weights.push(weight(logit));
+                weights.push(weight);
             });
         } else {
-            if let Some(top_k) = top_k {
-                select(entries(), top_k, candidates);
+            let top_p = f64::from(params.top_p);
+            match top_k {
+                Some(top_k) => select(entries(), top_k, candidates),
+                None => select(entries(), WINDOW, candidates),
             }
             if params.top_p < 1.0 {
-                nucleus(candidates, entries, top_k, f64::from(params.top_p), weight);
+                let whole = top_k.is_some() || candidates.len() < WINDOW;
+                candidates.sort_unstable_by_key(|entry| entry.1);
+                let mass = if whole {
+                    candidates.iter().map(|entry| weighing.weight(entry.0)).sum()
+                } else {
+                    weighing.mass(logits)
+                };
+                if !whole && candidates.iter().map(|entry| weighing.weight(entry.0)).sum::<f64>() < top_p * mass {
+                    candidates.clear();
+                    candidates.extend(entries());
+                }
+                let kept = nucleus(candidates, top_p * mass, &weighing);
+                candidates.truncate(kept);
             }
             candidates.sort_unstable_by_key(|entry| entry.1);
             tokens.extend(candidates.iter().map(|entry| entry.1));
-            weights.extend(candidates.iter().map(|entry| weight(entry.0)));
+            weights.extend(candidates.iter().map(|entry| weighing.weight(entry.0)));
         }
         *total = weights.iter().sum();
     }
 }
 
-/// Entries of the first window of a nucleus; each further window is so many times as long.
+/// So many best entries are looked at before all are; most nuclei are far smaller.
 const WINDOW: usize = 64;
-const WINDOW_GROWTH: usize = 8;
 
-/// Leaves in `candidates` the smallest set of best entries that has `top_p` of the mass: that of the candidates where
-/// `top_k` has chosen them, else that of all entries. The total is summed by ascending token, so that it does not depend on
-/// how far the search goes.
-fn nucleus<I: Iterator<Item = Entry>>(
-    candidates: &mut Vec<Entry>,
-    entries: impl Fn() -> I,
-    top_k: Option<usize>,
-    top_p: f64,
-    weight: impl Fn(f32) -> f64,
-) {
-    let total: f64 = if top_k.is_some() {
-        candidates.sort_unstable_by_key(|entry| entry.1);
-        candidates.iter().map(|entry| weight(entry.0)).sum()
-    } else {
-        entries().map(|entry| weight(entry.0)).sum()
-    };
-    let mut window = WINDOW;
-    loop {
-        let all = top_k.is_some() || {
-            select(entries(), window, candidates);
-            candidates.len() < window
-        };
-        candidates.sort_unstable_by(by_rank);
-        let mut mass = 0.0;
-        let reached = candidates.iter().position(|entry| {
-            mass += weight(entry.0);
-            mass >= top_p * total
-        });
-        if let Some(last) = reached {
-            candidates.truncate(last + 1);
+/// Moves the smallest set of best entries whose weights reach `mass` to the front and gives its size. Halves the range in
+/// which the set ends until that can be sorted, so that large sets cost no more than a few passes.
+fn nucleus(entries: &mut [Entry], mass: f64, weighing: &Weighing) -> usize {
+    let (mut low, mut high, mut before) = (0, entries.len(), 0.0);
+    while high - low > WINDOW {
+        let middle = (high - low) / 2;
+        let range = &mut entries[low..high];
+        range.select_nth_unstable_by(middle, by_rank);
+        let half: f64 = range[..middle].iter().map(|entry| weighing.weight(entry.0)).sum();
+        if before + half >= mass {
+            high = low + middle;
+        } else {
+            before += half;
+            low += middle;
         }
-        if all || reached.is_some() {
-            return;
-        }
-        window = window.saturating_mul(WINDOW_GROWTH);
     }
+    let range = &mut entries[low..high];
+    range.sort_unstable_by(by_rank);
+    for (i, entry) in range.iter().enumerate() {
+        before += weighing.weight(entry.0);
+        if before >= mass {
+            return low + i + 1;
+        }
+    }
+    high
 }
 
 #[cfg(test)]
