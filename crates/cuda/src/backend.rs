@@ -20,13 +20,13 @@ use crate::{
     compile::Compiler,
     device::Device,
     error,
-    kernels::{dense, dsa, experts::Sizes, kda, mhc, mla, moe, vision},
+    kernels::{dense, dsa, experts, kda, mhc, mla, moe, vision},
     launch::{Arguments, Grid, Kernels},
     memory::{Allocator, Memory},
     plan::Plan,
     types::{
-        BLOCK, CudaBuffer, CudaMatrix, CudaRouting, CudaSelection, CudaVector, Format, GROUP, INT4_BLOCK_BYTES, Kind,
-        require, unique,
+        BLOCK, CudaBuffer, CudaMatrix, CudaRouting, CudaSelection, CudaVector, Format, GROUP, INT4_BLOCK_BYTES,
+        INT4_ROWS, Kind, require, unique,
     },
 };
 
@@ -39,8 +39,8 @@ pub struct Options {
     pub compiler: Option<PathBuf>,
     /// Folder of compiled kernels; without it they are compiled at every start.
     pub cache: Option<PathBuf>,
-    /// Products take activations as one 16-bit number instead of two: less work, an error of a product of about 3e-4 beside
-    /// INT4 and 2e-3 beside BF16 weights.
+    /// Products with BF16 weights take activations as one 16-bit number instead of two: less work, an error of a product of
+    /// about 2e-3.
     pub single_plane: bool,
 }
 
@@ -62,7 +62,9 @@ pub struct Cuda {
     /// Planes of activations that products take.
     pub(crate) planes: usize,
     /// Sizes of the experts' kernel other than its own choice (for measurements).
-    pub(crate) tuning: Option<Sizes>,
+    pub(crate) tuning: Option<experts::Sizes>,
+    /// Counters by which blocks of the experts' kernel wait for each other; zero between launches.
+    pub(crate) flags: Option<Memory>,
     /// Rotary angles of the last picture: height, width, head width.
     pub(crate) turns: Option<((usize, usize, usize), Memory)>,
 }
@@ -86,6 +88,7 @@ impl Cuda {
             planned: None,
             planes: if options.single_plane { 1 } else { 2 },
             tuning: None,
+            flags: None,
             turns: None,
         })
     }
@@ -111,7 +114,9 @@ impl Cuda {
         }
         // Old and new do not have to fit together.
         self.scratch.remove(what);
-        let memory = self.memory.uninitialized(what, bytes.next_power_of_two())?;
+        const LARGE: usize = 64 << 20;
+        let size = if bytes < LARGE { bytes.next_power_of_two() } else { bytes.next_multiple_of(LARGE) };
+        let memory = self.memory.uninitialized(what, size)?;
         self.scratch.insert(what, memory.clone());
         Ok(memory)
     }
@@ -162,8 +167,12 @@ impl Cuda {
             return Err(wrong(scale, &format!("BF16 [{out}, {}]", columns / GROUP)));
         }
         let (raw, raw_scale) = (packed.bytes.as_slice(), scale.bytes.as_slice());
+        experts::check_scales(raw_scale)
+            .map_err(|found| wrong(scale, &format!("scales below 1 in size, not {found}")))?;
         let scale_at = raw.len().next_multiple_of(256);
-        let data = self.memory.uninitialized("a matrix", out / 8 * (columns / GROUP) * INT4_BLOCK_BYTES)?;
+        // Whole strips of rows; what lies beyond the last row is read, not used.
+        let bytes = out.next_multiple_of(INT4_ROWS) / 8 * (columns / GROUP) * INT4_BLOCK_BYTES;
+        let data = self.memory.zeroed("a matrix", bytes)?;
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let staged = match staging.take().filter(|s| s.bytes() >= scale_at + raw_scale.len()) {
             Some(staged) => staged,
@@ -282,6 +291,7 @@ impl Backend for Cuda {
         buffer.require("read: the buffer", row + 1, values.len())?;
         match buffer.format {
             Format::Float => buffer.memory.read(4 * row * buffer.width, values)?,
+            Format::Slots { slots } => moe::read_slots(&self.scratch, slots, row, values)?,
             Format::Planes { half, rows, pitch } => {
                 require("read: rows of the planes", row + 1, rows)?;
                 require("read: columns of the planes", values.len(), pitch)?;

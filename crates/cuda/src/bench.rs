@@ -8,10 +8,10 @@ use glimmer_tensor::{Backend, Experts, Linear, Result, Swiglu};
 use crate::{
     backend::Cuda,
     graph::Graph,
-    kernels::{gemm, moe},
+    kernels::moe,
     launch::{Arguments, File, Grid},
     memory::{Event, Memory},
-    types::{CudaMatrix, GROUP, INT4_BLOCK_BYTES, Kind, unique},
+    types::{CudaMatrix, GROUP, INT4_BLOCK_BYTES, INT4_ROWS, Kind, unique},
 };
 
 pub(crate) static FILE: File = File { name: "measure.cu", text: include_str!("kernels/measure.cu"), constants: &[] };
@@ -107,7 +107,9 @@ pub fn read_rate(cuda: &mut Cuda) -> Result<Row> {
 }
 
 fn int4(cuda: &Cuda, out: usize, columns: usize) -> Result<Linear<Cuda>> {
-    let data = cuda.memory.uninitialized("random weights", out / 8 * (columns / GROUP) * INT4_BLOCK_BYTES)?;
+    let data = cuda
+        .memory
+        .uninitialized("random weights", out.next_multiple_of(INT4_ROWS) / 8 * (columns / GROUP) * INT4_BLOCK_BYTES)?;
     fill(cuda, &data, 2)?;
     let weight = CudaMatrix { kind: Kind::Int4, out, columns, pitch: columns, data, id: unique() };
     Ok(Linear { weight, bias: None })
@@ -131,8 +133,9 @@ pub fn random_experts(cuda: &Cuda, chain: Chain) -> Result<Experts<Cuda>> {
     Ok(Experts { routed, shared: None, limit: 10.0 })
 }
 
-/// The chain planes, work list, gate and up with SwiGLU, down, combination, over the sets in turn; then its two products
-/// alone. `planes` of the activations are multiplied. `tuning` are sizes of the experts' kernel: groups a stage, warps, stages of a warp, groups unrolled.
+/// The chain work list with the rows in their slots, gate and up with SwiGLU, down, combination, over the sets in turn; then
+/// parts of it. `tuning` are sizes of the experts' kernel: tokens of an item, warpgroups, tiles of 64
+/// rows of a warpgroup, stages.
 ///
 /// # Errors
 /// Errors of the device.
@@ -141,12 +144,10 @@ pub fn expert_chain(
     chain: Chain,
     sets: &[Experts<Cuda>],
     tuning: Option<[i64; 4]>,
-    planes: usize,
 ) -> Result<(Vec<Row>, usize)> {
     let Chain { experts, top, hidden, width, rows } = chain;
     let choices = rows * top;
     cuda.tuning = tuning;
-    cuda.planes = planes;
     let x = cuda.buffer(rows, hidden)?;
     fill(cuda, &x.memory, 1)?;
     let (mut act, mut shared) = (cuda.buffer(choices, width)?, cuda.buffer(1, 1)?);
@@ -181,17 +182,15 @@ pub fn expert_chain(
         cuda.planned = None;
         moe::moe_up(cuda, rows, set, routing, &x, &mut act, &mut shared)
     })?;
-    let input = gemm::Input { buffer: &x, start: 0, width: hidden, list: 0 };
     let lists = timed(cuda, calls, |cuda, i| {
         cuda.planned = None;
-        gemm::planes(cuda, rows, input, Kind::Int4)?;
-        moe::list_for(cuda, rows, &routings[i % ROUTINGS], true)
+        moe::list_for(cuda, rows, &routings[i % ROUTINGS], &x)
     })?;
-    (cuda.tuning, cuda.planes) = (None, 2);
+    cuda.tuning = None;
     let rows = vec![
         Row { name: name("chain"), micros: full, bytes, flops },
-        Row { name: name("planes + list"), micros: lists, bytes: 0.0, flops: 0.0 },
-        Row { name: name("planes + list + gate/up"), micros: up, bytes: bytes * 2.0 / 3.0, flops: flops * 2.0 / 3.0 },
+        Row { name: name("list"), micros: lists, bytes: 0.0, flops: 0.0 },
+        Row { name: name("list + gate/up"), micros: up, bytes: bytes * 2.0 / 3.0, flops: flops * 2.0 / 3.0 },
     ];
     Ok((rows, distinct_mean as usize))
 }

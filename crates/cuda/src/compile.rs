@@ -1,7 +1,7 @@
 //! The kernel compiler: CUDA C++ text to machine code for one architecture, with a cache on disk.
 //!
-//! The compiler library is loaded at run time. Kernels include only this crate's own header, so nothing else of a toolkit is
-//! needed. Compiled kernels are kept under the digest of everything that determines them (source, header, options, compiler
+//! The compiler library is loaded at run time. Kernels include only this crate's own headers, so nothing else of a toolkit is
+//! needed. Compiled kernels are kept under the digest of everything that determines them (source, headers, options, compiler
 //! version); a file is written under another name and renamed, so that processes may share the folder.
 
 #![allow(unsafe_code, reason = "the compiler's interface is C")]
@@ -25,8 +25,9 @@ use crate::{
     error::{CudaError, Result},
 };
 
-const HEADER: &CStr = c"common.cuh";
-const HEADER_TEXT: &str = include_str!("kernels/common.cuh");
+/// The headers that kernels include, with their texts.
+const HEADERS: [(&CStr, &str); 2] =
+    [(c"common.cuh", include_str!("kernels/common.cuh")), (c"wgmma.cuh", include_str!("kernels/wgmma.cuh"))];
 
 /// A source file with its compile-time constants.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -134,8 +135,9 @@ impl Compiler {
     fn digest(&self, unit: &Unit, options: &[String]) -> String {
         let mut digest = Sha256::new();
         let version = format!("{}.{}", self.version.0, self.version.1);
-        for part in [HEADER_TEXT, unit.file, unit.text, &version].into_iter().chain(options.iter().map(String::as_str))
-        {
+        let own = [unit.file, unit.text, &version];
+        let options = options.iter().map(String::as_str);
+        for part in HEADERS.map(|h| h.1).into_iter().chain(own).chain(options) {
             digest.update((part.len() as u64).to_le_bytes());
             digest.update(part.as_bytes());
         }
@@ -177,10 +179,12 @@ fn preload(path: &Path) -> bool {
 fn run(unit: &Unit, options: &[String]) -> Result<Compiled> {
     let fail = |log: String| CudaError::Compile { kernel: unit.describe(), log };
     let text = |s: &str| CString::new(s).map_err(|_| fail("a zero byte in the source".to_owned()));
-    let (source, header, name) = (text(unit.text)?, text(HEADER_TEXT)?, text(unit.file)?);
+    let (source, name) = (text(unit.text)?, text(unit.file)?);
+    let texts = HEADERS.iter().map(|h| text(h.1)).collect::<Result<Vec<_>>>()?;
     let options = options.iter().map(|o| text(o)).collect::<Result<Vec<_>>>()?;
     let options: Vec<*const c_char> = options.iter().map(|o| o.as_ptr()).collect();
-    let (headers, names) = ([header.as_ptr()], [HEADER.as_ptr()]);
+    let headers: Vec<*const c_char> = texts.iter().map(|t| t.as_ptr()).collect();
+    let names = HEADERS.map(|h| h.0.as_ptr());
     let mut program = std::ptr::null_mut();
     // SAFETY: all strings end with zero and outlive the calls; the counts are those of the arrays.
     unsafe {
@@ -188,7 +192,7 @@ fn run(unit: &Unit, options: &[String]) -> Result<Compiled> {
             &raw mut program,
             source.as_ptr(),
             name.as_ptr(),
-            1,
+            HEADERS.len() as i32,
             headers.as_ptr(),
             names.as_ptr(),
         );

@@ -169,7 +169,20 @@ impl Kernels {
     ///
     /// # Errors
     /// What the driver says about this or an earlier launch.
-    pub fn launch(&self, kernel: Kernel, grid: Grid, mut arguments: Arguments) -> Result<()> {
+    pub fn launch(&self, kernel: Kernel, grid: Grid, arguments: Arguments) -> Result<()> {
+        self.enqueue(kernel, grid, arguments, false)
+    }
+
+    /// As [`Kernels::launch`], for kernels that wait for the launch in front of them by themselves (`after_previous`): they
+    /// may be set up while it still runs.
+    ///
+    /// # Errors
+    /// As [`Kernels::launch`].
+    pub fn launch_early(&self, kernel: Kernel, grid: Grid, arguments: Arguments) -> Result<()> {
+        self.enqueue(kernel, grid, arguments, self.device.properties().capability.0 >= 9)
+    }
+
+    fn enqueue(&self, kernel: Kernel, grid: Grid, mut arguments: Arguments, early: bool) -> Result<()> {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
@@ -186,21 +199,29 @@ impl Kernels {
                 let what = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
                 check("cuFuncSetAttribute", sys::cuFuncSetAttribute(kernel.function, what, grid.shared as i32))?;
             }
+            let mut value: sys::CUlaunchAttributeValue = std::mem::zeroed();
+            value.programmaticStreamSerializationAllowed = i32::from(early);
+            let mut attribute = sys::CUlaunchAttribute {
+                id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+                pad: [0; 4],
+                value,
+            };
+            let config = sys::CUlaunchConfig {
+                gridDimX: x,
+                gridDimY: y,
+                gridDimZ: z,
+                blockDimX: grid.threads as u32,
+                blockDimY: 1,
+                blockDimZ: 1,
+                sharedMemBytes: grid.shared as u32,
+                hStream: self.device.stream(),
+                attrs: &raw mut attribute,
+                numAttrs: u32::from(early),
+            };
+            let function = kernel.function;
             check(
-                "cuLaunchKernel",
-                sys::cuLaunchKernel(
-                    kernel.function,
-                    x,
-                    y,
-                    z,
-                    grid.threads as u32,
-                    1,
-                    1,
-                    grid.shared as u32,
-                    self.device.stream(),
-                    pointers.as_mut_ptr(),
-                    std::ptr::null_mut(),
-                ),
+                "cuLaunchKernelEx",
+                sys::cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), std::ptr::null_mut()),
             )
         }
     }

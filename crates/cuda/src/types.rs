@@ -9,6 +9,9 @@ use crate::memory::Memory;
 /// Columns of an INT4 group, which share one scale.
 pub(crate) const GROUP: usize = 128;
 
+/// Rows of INT4 that lie together.
+pub(crate) const INT4_ROWS: usize = 64;
+
 /// Bytes of 8 rows by a group of columns in INT4: codes and scales.
 pub(crate) const INT4_BLOCK_BYTES: usize = 8 * GROUP / 2 + 8 * 2;
 
@@ -28,6 +31,11 @@ pub(crate) enum Format {
         rows: usize,
         /// Elements a row.
         pitch: usize,
+    },
+    /// Halves in the slots of the work list, in scratch: input of the experts' second product (see `kernels/experts.cu`).
+    Slots {
+        /// Slots of a piece of 64 columns.
+        slots: usize,
     },
 }
 

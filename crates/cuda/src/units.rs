@@ -52,21 +52,18 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     }
     for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
         let groups = columns / GROUP;
-        for (planes, tiles) in [1, 2].into_iter().flat_map(|planes| [1, 2, 4].map(|tiles| (planes, tiles))) {
-            for many in [false, true] {
-                let sizes = experts::sizes(planes, tiles, groups, many);
-                let unit = experts::FILE.unit(&experts::constants(swiglu, planes, tiles, groups, sizes));
-                if !units.contains(&unit) {
-                    units.push(unit);
-                }
+        for constants in experts::variants(swiglu, groups) {
+            let unit = experts::FILE.unit(&constants);
+            if !units.contains(&unit) {
+                units.push(unit);
             }
         }
     }
     units
 }
 
-/// Whether a unit uses what compute capability 9.0 brought.
-pub fn needs_bulk_copies(unit: &Unit) -> bool {
+/// Whether a unit uses what compute capability 9.0 alone has.
+pub fn needs_warpgroups(unit: &Unit) -> bool {
     unit.file == experts::FILE.name
 }
 

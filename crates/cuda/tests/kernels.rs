@@ -11,7 +11,7 @@ use glimmer_cuda::{
     compile::{Compiler, Unit},
     device::Device,
     launch::compile_all,
-    units::{needs_bulk_copies, units},
+    units::{needs_warpgroups, units},
 };
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
@@ -77,8 +77,7 @@ fn kernels_compile_for_other_architectures() {
     let Some(compiler) = compiler() else { return };
     let units = units(&config("data/glm-5.3-flash/config.json"), true);
     for architecture in ["sm_80", "sm_89", "sm_100", "sm_120"] {
-        let old = ["sm_80", "sm_89"].contains(&architecture);
-        let units: Vec<Unit> = units.iter().filter(|u| !(old && needs_bulk_copies(u))).cloned().collect();
+        let units: Vec<Unit> = units.iter().filter(|u| !needs_warpgroups(u)).cloned().collect();
         for compiled in compile_all(&compiler, &units, architecture).unwrap() {
             assert!(compiled.code.starts_with(b"\x7fELF"));
         }

@@ -7,8 +7,34 @@ use glimmer_cuda::{
 
 /// Rows and the time of the best public chain measured on the same kind of device, by slice width.
 const ANCHORS: [(usize, &[(usize, f64)]); 2] = [
-    (1024, &[(3, 68.1), (24, 315.9), (96, 594.7), (256, 829.2), (768, 1054.2)]),
-    (512, &[(3, 45.4), (24, 179.7), (96, 322.9), (256, 432.0), (768, 585.1)]),
+    (
+        1024,
+        &[
+            (1, 40.4),
+            (3, 68.1),
+            (8, 143.5),
+            (24, 315.9),
+            (96, 594.7),
+            (256, 829.2),
+            (768, 1054.2),
+            (2048, 1972.8),
+            (8192, 6837.2),
+        ],
+    ),
+    (
+        512,
+        &[
+            (1, 32.6),
+            (3, 45.4),
+            (8, 87.0),
+            (24, 179.7),
+            (96, 322.9),
+            (256, 432.0),
+            (768, 585.1),
+            (2048, 1111.1),
+            (8192, 3828.0),
+        ],
+    ),
 ];
 
 pub(crate) fn run(cuda: &mut Cuda, tune: bool, only: Option<usize>) -> usize {
@@ -20,23 +46,18 @@ pub(crate) fn run(cuda: &mut Cuda, tune: bool, only: Option<usize>) -> usize {
         let sets: Vec<_> = (0..2).map(|_| random_experts(cuda, chain(1)).unwrap()).collect();
         let mut tunings = vec![None];
         if tune {
-            let sizes = [[2, 12, 2, 1], [2, 12, 3, 1], [4, 8, 2, 1]];
-            tunings.extend(sizes.map(Some));
+            tunings.extend([[8, 4, 1, 11], [16, 4, 1, 10], [32, 4, 1, 8], [128, 2, 2, 4]].map(Some));
         }
         for &tuning in &tunings {
-            for (&(rows, anchor), planes) in anchors.iter().flat_map(|a| [(a, 2), (a, 1)]) {
+            for &(rows, anchor) in anchors {
                 if only.is_some_and(|only| only != rows) {
                     continue;
                 }
-                // Other sizes do not suit wider tiles of tokens.
-                if tuning.is_some() && rows > 96 {
-                    continue;
-                }
-                let (results, distinct) = expert_chain(cuda, chain(rows), &sets, tuning, planes).unwrap();
+                let (results, distinct) = expert_chain(cuda, chain(rows), &sets, tuning).unwrap();
                 for (i, row) in results.iter().enumerate() {
                     let [median, low, high] = row.micros;
                     print!(
-                        "{tuning:?} {planes} {:<40} {median:>8.1} us ({low:.1} .. {high:.1}) {:>6.0} GB/s {:>5.1} % {:>6.1} TFLOP/s",
+                        "{tuning:?} {:<40} {median:>8.1} us ({low:.1} .. {high:.1}) {:>6.0} GB/s {:>5.1} % {:>6.1} TFLOP/s",
                         row.name,
                         row.gigabytes(),
                         100.0 * row.gigabytes() / limit,

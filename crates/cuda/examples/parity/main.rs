@@ -1,7 +1,8 @@
 //! Runs the CUDA backend beside the CPU backend on this machine: every stage over odd shapes, the micro model end to end,
 //! and the expert chain against the read rate. Prints tables; the exit code is not zero when something differs.
 //!
-//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [micro] [bench [tune] [ROWS]]`
+//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [experts] [micro] [bench [tune] [ROWS]]`, or `... compile`, which needs no
+//! device and fills the folder with the released model's kernels.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failure ends the program")]
 
@@ -14,7 +15,17 @@ mod stages;
 
 use std::process::ExitCode;
 
-use glimmer_cuda::{Cuda, Options};
+use glimmer_checkpoint::Config;
+use glimmer_cuda::{Cuda, Options, compile::Compiler, launch::compile_all, units::units};
+
+/// Compiles the kernels of the released model for this program's device into the cache.
+fn compile(options: &Options) -> ExitCode {
+    let text = std::fs::read_to_string(harness::repository("data/glm-5.3-flash/config.json")).unwrap();
+    let units = units(&Config::parse(&text).unwrap(), false);
+    let compiler = Compiler::load(options.compiler.as_deref(), options.cache.clone()).unwrap();
+    println!("{} units", compile_all(&compiler, &units, "sm_90a").unwrap().len());
+    ExitCode::SUCCESS
+}
 
 fn main() -> ExitCode {
     let mut options = Options::default();
@@ -26,6 +37,9 @@ fn main() -> ExitCode {
             "--cache" => options.cache = arguments.next().map(Into::into),
             part => parts.push(part.to_owned()),
         }
+    }
+    if parts.iter().any(|p| p == "compile") {
+        return compile(&options);
     }
     let wanted = |part: &str| parts.is_empty() || parts.iter().any(|p| p == part);
     let open = || match Cuda::open(&options) {
@@ -44,8 +58,9 @@ fn main() -> ExitCode {
     };
     println!("{:?}", cuda.device().properties());
     let mut failures = 0;
-    if wanted("stages") {
-        failures += stages::run(cuda);
+    let only_experts = parts.iter().any(|p| p == "experts");
+    if wanted("stages") || only_experts {
+        failures += stages::run(cuda, only_experts);
     }
     if wanted("micro") {
         failures += micro::run(&open);

@@ -119,23 +119,37 @@ DEVICE void mma_half(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Eight INT4 codes to halves `code - 8`, exactly. A code put into the low mantissa bits of 1024 is 1024 + code, four bits
-// higher 1024 + 16 code; the offset goes in one operation, and every other pair needs no shift.
+// Eight INT4 codes to halves `code - 8`, exactly. The codes of a word start at bit 2 (the last one's end is in the lowest bits),
+// so that two pairs of each half need no shift: put into the mantissa of 1024 they give 1024 + 4 code and 1024 + 64 code, and
+// the offset goes in one operation.
 DEVICE uint4 unpack(u32 w) {
-    const u32 low = 0x000f000fu, high = 0x00f000f0u, base = 0x64006400u;
-    const u32 one = 0x3c003c00u, minus = 0xe408e408u;           // 1, -1032
-    const u32 sixteenth = 0x2c002c00u, minus_high = 0xd480d480u;  // 1/16, -72
-    const u32 v = w >> 8;
+    const u32 low = 0x003c003cu, high = 0x03c003c0u, base = 0x64006400u;
+    const u32 quarter = 0x34003400u, minus = 0xdc20dc20u;      // 1/4, -264
+    const u32 part = 0x24002400u, minus_high = 0xce00ce00u;    // 1/64, -24
+    const u32 v = __funnelshift_r(w, w, 8);
     uint4 d;
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d.x) : "r"(w), "r"(low), "r"(base));
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d.y) : "r"(w), "r"(high), "r"(base));
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d.z) : "r"(v), "r"(low), "r"(base));
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d.w) : "r"(v), "r"(high), "r"(base));
-    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.x) : "r"(one), "r"(minus));
-    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.y) : "r"(sixteenth), "r"(minus_high));
-    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.z) : "r"(one), "r"(minus));
-    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.w) : "r"(sixteenth), "r"(minus_high));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.x) : "r"(quarter), "r"(minus));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.y) : "r"(part), "r"(minus_high));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.z) : "r"(quarter), "r"(minus));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(d.w) : "r"(part), "r"(minus_high));
     return d;
+}
+
+// A launch may begin before the one in front of it has ended; from here on what that one wrote is there. And: the next launch
+// may begin.
+DEVICE void after_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+DEVICE void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
 }
 
 // A segment of the step as uploaded: see `step.rs`.

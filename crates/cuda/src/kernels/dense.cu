@@ -124,12 +124,12 @@ KERNEL pack_int4(const u32 *raw, const u16 *scale, int outputs, int columns, u32
     const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
     if (at >= (u64)outputs * words) return;
     const int row = at / words, word = at % words, group = word / 16, i = (word % 16) / 4, t = word % 4;
-    const u32 w = raw[at];
+    const u32 *from = raw + (at - t);
     u32 v = 0;
 #pragma unroll
-    for (int p = 0; p < 4; p++) v |= ((w >> (8 * p)) & 15) << (4 * p) | ((w >> (8 * p + 4)) & 15) << (4 * p + 16);
-    u32 *block = packed + ((u64)(row / 8) * groups + group) * 132;
-    block[(4 * (row % 8) + t) * 4 + i] = v;
+    for (int p = 0; p < 4; p++) v |= ((from[p] >> (8 * t)) & 15) << (4 * p) | ((from[p] >> (8 * t + 4)) & 15) << (4 * p + 16);
+    u32 *block = packed + ((u64)(row / 64 * groups + group) * 8 + row / 8 % 8) * 132;
+    block[(4 * (row % 8) + t) * 4 + i] = __funnelshift_l(v, v, 2);
     if (word % 16 == 0) ((u16 *)(block + 128))[row % 8] = scale[(u64)row * groups + group];
 }
 

@@ -1,27 +1,36 @@
-// Grouped products of INT4 experts for few tokens each: every warp streams its own weights.
+// Grouped products of INT4 experts on warpgroup instructions; weights are the A operand, dequantized in registers.
 //
-// A job is 32 rows of one expert over all columns (SWIGLU: 16 gate and the same 16 up rows). Each block takes a contiguous,
-// equal share of all jobs, so that its warps mostly work on one expert and find its activations in the first-level cache. A
-// job's columns fall into SEGMENTS; the warps of a block take contiguous, equal shares of its jobs' segments. A warp keeps
-// DEPTH stages of weights under way with bulk copies into shared memory, across the ends of jobs, and sums in registers.
+// A tile is 256 rows of one expert (SWIGLU: 128 features, gate and up rows alternating by eight) by up to NMAX of its tokens.
+// One warpgroup copies stages of 128 columns, weights and tokens, into a ring in shared memory; CW warpgroups of MT x 64 rows
+// take them. A weight is unpacked once for all tokens of the item.
 //
-// A job's sum is ((s0 + s1) + s2) + ... over its segments' sums, whoever took them: pieces of a job that warps share wait in
-// shared memory until all warps are done, and the owner of the last segment adds them in that order. So the bits do not
-// depend on the shares, which depend on the other rows of the step.
+// Exact weights: a code in bits 2 .. 5 or 6 .. 9 of a half is the subnormal code 2^-22 or code 2^-18, so one multiply-add with
+// s 2^22 or s 2^18 and -8 s gives s (code - 8). A BF16 scale times a code has 11 bits at most, which a half holds, so
+// nothing is rounded (SHIFT keeps scales below 1 in range; with one below 2^-11 a weight loses what lies under 2^-19). Sums are f32.
 //
-// Constants: SWIGLU, PLANES (1 leaves the low part of activations out), NT (tiles of 8 tokens an item), GROUPS (groups of 128
-// columns a stage), WARPS, DEPTH, UNROLL (groups), SEGMENTS.
+// Shares: with SEGMENTS > 1 every block takes an equal, contiguous share of all segments (a segment is a part of a tile's
+// columns). A tile that blocks share leaves each segment's sum in memory; the block with its last segment adds them. A
+// tile's sum is ((s0 + s1) + s2) + ... in any case, so the bits do not depend on the other rows of the step. With SEGMENTS
+// = 1 (many tokens) blocks take whole tiles in turn.
+//
+// Layouts. Weights: 64 rows by 128 columns are 4224 bytes, eight blocks of 8 rows: `[32 lanes][4 words]`, 8 bf16 scales; word i
+// of lane (g, t) holds of row g the columns 32 i + 8 p + 2 t and + 1 as codes p and p + 4, rotated left by two bits. Tokens:
+// `[columns / 64][slots][64]` halves, 16-byte pieces of slot s at their number ^ (s % 8); an item's slots begin at an eighth one.
+//
+// Constants: SWIGLU, NMAX (8, 16, 32 or 128), CW, MT (CW * MT = 4), STAGES, SEGMENTS.
 #include "common.cuh"
+#include "wgmma.cuh"
 
-#define TILE_BYTES 528
-#define STAGE_BYTES (4 * GROUPS * TILE_BYTES)
-#define TOKENS (8 * NT)
-#define MAX_ITEMS 32
-// Many tokens come with many jobs: whole jobs are shared evenly enough.
-#define SPLIT (NT == 1 && SEGMENTS > 1)
-#ifndef UNROLL
-#define UNROLL 1
-#endif
+#define GROUP_BYTES 4224
+#define BLOCK_BYTES 528
+#define HALF_BYTES (NMAX * 128)
+#define X_BYTES (2 * HALF_BYTES)
+#define STAGE_BYTES (X_BYTES + 17408)
+#define CONSUMERS (128 * CW)
+#define SHARED (SEGMENTS > 1)
+// Weights of the next stage are read with the third batch of a stage, where registers suffice.
+#define READ_AHEAD (MT == 1)
+#define SHIFT 0.015625f
 
 struct Weights {
     const u8 *gate, *up, *down;
@@ -31,25 +40,17 @@ struct Item {
     u32 expert, first, count;
 };
 
-// As in gemm.cu.
 struct Args {
-    const u8 *w0, *w1;
     const Weights *table;
     const Item *items;
     const u32 *item_count;
-    const u32 *list;
-    const u16 *x;
-    const float *b0, *b1;
-    float *y;
-    u64 plane, y_plane;
-    int rows, outputs, columns, pitch, w_pitch, y_stride, divisor, down;
+    const u32 *list;  // choice of a slot
+    const u8 *x;      // tokens
+    u8 *y;            // SWIGLU: tokens of the next product; else halves [choices, y_stride]
+    float *pieces;    // [blocks][SEGMENTS][NMAX / 2][CONSUMERS]
+    u32 *flags;       // [blocks], zero between launches
+    int slots, outputs, groups, strips, y_stride;
     float limit;
-};
-
-struct Info {
-    const u8 *w0, *w1;
-    int count;
-    u32 rows[TOKENS];
 };
 
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
@@ -62,271 +63,390 @@ DEVICE void wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-DEVICE void multiply(float (&c)[2][4], const uint4 (&a)[4], uint4 b) {
-#pragma unroll
-    for (int i = 0; i < 2; i++) mma_half(c[i], a[2 * i].x, a[2 * i + 1].x, a[2 * i].y, a[2 * i + 1].y, b.x, b.y);
-#pragma unroll
-    for (int i = 0; i < 2; i++) mma_half(c[i], a[2 * i].z, a[2 * i + 1].z, a[2 * i].w, a[2 * i + 1].w, b.z, b.w);
+DEVICE void arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) experts(const __grid_constant__ Args p) {
-    extern __shared__ __align__(128) u8 room[];
-    __shared__ Info infos[MAX_ITEMS];
-    __shared__ __align__(8) u64 barriers[WARPS * DEPTH];
-    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const int rows_a_job = SWIGLU ? 16 : 32;
-    const int jobs_an_item = (p.outputs + rows_a_job - 1) / rows_a_job;
-    const int groups = p.columns / 128, parts = groups / GROUPS, tiles = p.outputs / 8;
+// Bytes to shared memory by the copy engine, counted by a barrier; multiples of 16.
+DEVICE void copy(u32 to, const u8 *from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+                 "l"(from), "r"(bytes), "r"(barrier)
+                 : "memory");
+}
 
-    if (threadIdx.x < WARPS * DEPTH)
-        asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(&barriers[threadIdx.x])) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+DEVICE u32 twice(float v) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(pair) : "f"(v));
+    return pair;
+}
 
-    const int all = (int)*p.item_count * jobs_an_item;
-    const int begin = (int)((u64)all * blockIdx.x / gridDim.x), end = (int)((u64)all * (blockIdx.x + 1) / gridDim.x);
-    const int first_item = begin / jobs_an_item;
-    if (begin < end) {
-        const int n = (end - 1) / jobs_an_item - first_item + 1;
-        for (int i = threadIdx.x; i < n * TOKENS; i += 32 * WARPS) {
-            const Item item = p.items[first_item + i / TOKENS];
-            Info &info = infos[i / TOKENS];
-            const int token = i % TOKENS;
-            info.rows[token] = p.list[item.first + (token < (int)item.count ? token : 0)];
-            if (token == 0) {
-                const Weights w = p.table[item.expert];
-                info.w0 = p.down ? w.down : w.gate;
-                info.w1 = w.up;
-                info.count = item.count;
+DEVICE uint4 shared_words(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+    return v;
+}
+
+DEVICE u16 shared_half(u32 address) {
+    u16 v;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+    return v;
+}
+
+DEVICE u32 times(u32 a, u32 b) {
+    u32 d;
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+DEVICE u32 fused(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+// An 8 x 8 matrix of halves, a row by four lanes, transposed.
+DEVICE u32 transposed(u32 a) {
+    u32 d;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
+    return d;
+}
+
+// What a row's scale makes of its codes: factors for both places and the offset.
+struct Scale {
+    u32 low, high, offset;
+};
+
+DEVICE Scale scale_of(u16 bits) {
+    Scale s;
+    s.low = twice(widen(bits) * (SHIFT * 4194304.0f));
+    s.high = times(s.low, 0x2c002c00u);    // / 16
+    s.offset = times(s.low, 0x80208020u);  // * -8 / 2^22
+    return s;
+}
+
+// A word's codes to halves, the pairs of two steps of 16 columns, into every other register of an A operand.
+DEVICE void expand(u32 w, const Scale s, u32 *a) {
+    const u32 v = __funnelshift_r(w, w, 8);
+    a[0] = fused(w & 0x003c003cu, s.low, s.offset);
+    a[2] = fused(w & 0x03c003c0u, s.high, s.offset);
+    a[4] = fused(v & 0x003c003cu, s.low, s.offset);
+    a[6] = fused(v & 0x03c003c0u, s.high, s.offset);
+}
+
+// A thread's weights of a stage: codes of two rows of every tile of 64, with their scales.
+struct Codes {
+    uint4 words[MT][2];
+    u16 scales[MT][2];
+};
+
+// Where a thread stands among the stages.
+struct Ring {
+    u32 base, full, empty, own;  // `own`: this thread's first codes in a stage
+    u32 slot, parity;            // of the stage to be read next
+    int left;                    // stages to be read
+    Codes next;
+
+    // Reads the weights of the next stage, if there is one.
+    __device__ __forceinline__ void read() {
+        if (left == 0) return;
+        left--;
+        wait(full + 8 * slot, parity);
+        const u32 at = own + slot * STAGE_BYTES;
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const u32 block = SWIGLU ? (m * 4 * BLOCK_BYTES + r * 2 * GROUP_BYTES) : m * GROUP_BYTES + r * BLOCK_BYTES;
+                next.words[m][r] = shared_words(at + block + 16 * (threadIdx.x & 31));
+                next.scales[m][r] = shared_half(at + block + 512 + (threadIdx.x & 28) / 2);
             }
-        }
+        if (++slot == STAGES) slot = 0, parity ^= 1;
     }
-    __syncthreads();
-    // Units: segments of the block's jobs, in order; this warp takes `first` to `last`.
-    const int jobs = end - begin;
-    auto share = [&](int w) {
-        return SPLIT ? (int)((u64)jobs * SEGMENTS * w / WARPS) : (int)((u64)jobs * w / WARPS) * SEGMENTS;
-    };
-    const int first = share(warp), last = share(warp + 1), segment_parts = parts / SEGMENTS;
+};
 
-    // Stages come in the order of parts and jobs. Lanes 0 to 3 copy a row tile each.
-    u8 *const slots = room + warp * DEPTH * STAGE_BYTES;
-    float *const pieces = (float *)(room + WARPS * DEPTH * STAGE_BYTES);
-    int ahead_job = begin + first / SEGMENTS, ahead_part = first % SEGMENTS * segment_parts, ahead_slot = 0;
-    int ahead = (last - first) * segment_parts;
-    const u8 *from = 0;
-    auto issue = [&]() {
-        if (ahead == 0) return;
-        ahead--;
-        if (lane < 4) {
-            if (ahead_part == 0 || from == 0) {
-                const Info &info = infos[ahead_job / jobs_an_item - first_item];
-                const int strip = ahead_job % jobs_an_item, tile = SWIGLU ? 2 * strip + (lane >> 1) : 4 * strip + lane;
-                from = (SWIGLU && (lane & 1) ? info.w1 : info.w0) + ((u64)min_of(tile, tiles - 1) * groups + ahead_part * GROUPS) * TILE_BYTES;
-            }
-            const u32 barrier = shared_address(&barriers[warp * DEPTH + ahead_slot]);
-            const u32 to = shared_address(slots + ahead_slot * STAGE_BYTES + lane * GROUPS * TILE_BYTES);
-            if (lane == 0)
-                asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(STAGE_BYTES)
-                             : "memory");
-            asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-                         "l"(from), "r"(GROUPS * TILE_BYTES), "r"(barrier)
-                         : "memory");
-            from += GROUPS * TILE_BYTES;
-        }
-        if (++ahead_slot == DEPTH) ahead_slot = 0;
-        if (++ahead_part == parts) ahead_part = 0, ahead_job++;
-    };
-#pragma unroll 1
-    for (int d = 0; d < DEPTH; d++) issue();
+// Registers of products: sums, and two batches of the A operand. All sizes of a product use the same ones: one that is under way
+// holds its registers, and the compiler cannot see on which path it came.
+struct Registers {
+    float acc[MT][NMAX / 2];
+    u32 a[2][MT][8];
+};
 
-    const u8 *x_high = (const u8 *)p.x, *x_low = (const u8 *)(p.x + p.plane);
-    int slot = 0;
-    u32 parity = 0;
-    // Sums of a shared job's piece: place 0 .. for segments that another warp's precede, the last place for a beginning.
-    auto keep = [&](int place, float (&acc)[NT][2][4]) {
+// Products of two steps of 16 columns.
+template <int N>
+DEVICE void batch(Registers &regs, int side, u64 b, bool add) {
+    products_begin();
 #pragma unroll
-        for (int i = 0; i < 8; i++) pieces[((warp * SEGMENTS + place) * 8 + i) * 32 + lane] = acc[0][i >> 2][i & 3];
-    };
-    auto finish = [&](const Info &info, int strip, float (&acc)[NT][2][4]) {
-        const int count = info.count;
+    for (int step = 0; step < 2; step++)
 #pragma unroll
-        for (int n = 0; n < NT; n++)
-#pragma unroll
-            for (int c = 0; c < 2; c++) {
-                const int token = 8 * n + 2 * t + c;
-                if (token >= count) continue;
-                const u64 line = (u64)info.rows[token] * p.y_stride;
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-#if SWIGLU
-                    const int out = strip * 16 + 8 * i + g;
-                    if (out >= p.outputs) continue;
-                    const float v = clamped_swiglu(acc[n][i][c], acc[n][i][2 + c], p.limit);
-                    if (p.y_plane) {
-                        store_planes((u16 *)p.y + line + out, p.y_plane, v, true);
-                    } else {
-                        p.y[line + out] = v;
-                    }
-#else
-#pragma unroll
-                    for (int r = 0; r < 2; r++) {
-                        const int out = strip * 32 + 16 * i + 8 * r + g;
-                        if (out < p.outputs) p.y[line + out] = acc[n][i][2 * r + c];
-                    }
-#endif
-                }
-            }
-    };
+        for (int m = 0; m < MT; m++)
+            Warpgroup<N>::multiply(regs.acc[m], regs.a[side][m] + 4 * step, b + 2 * step, step > 0 || add);
+    products_commit();
+}
 
+// regs.acc = products of `groups` stages. With READ_AHEAD the first one is in `ring.next`, as is afterwards the one that follows.
+DEVICE void sum(Registers &regs, bool small, int groups, Ring &ring) {
+    u32 before = 0;
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int i = 0; i < NMAX / 2; i++) asm volatile("" : "+f"(regs.acc[m][i])::"memory");
+    u32 own = READ_AHEAD ? (ring.slot == 0 ? STAGES : ring.slot) - 1 : ring.slot;
 #pragma unroll 1
-    for (int unit = first; unit < last;) {
-        const int job = begin + unit / SEGMENTS, segment = unit % SEGMENTS;
-        const int segments = min_of(SEGMENTS - segment, last - unit);
-        const Info &info = infos[job / jobs_an_item - first_item];
-        const int strip = job % jobs_an_item;
-        // Missing tokens read the first one's row; their sums are dropped.
-        u32 place[NT];
-#pragma unroll
-        for (int n = 0; n < NT; n++) place[n] = ((info.rows[8 * n + g] / p.divisor) * (p.pitch / 8) + t) * 16;
-#if NT < 4
-        float total[NT][2][4];
+    for (int q = 0; q < groups; q++) {
+#if !READ_AHEAD
+        ring.read();
 #endif
-        uint4 high[NT][4];
-#if PLANES > 1
-        uint4 low[NT][4];
-#endif
-        auto activations = [&](int n, int k, int group) {
-            const u32 at = place[n] + group * 256;
-            high[n][k] = load_cached(x_high + at + 64 * k);
-#if PLANES > 1
-            low[n][k] = load_cached(x_low + at + 64 * k);
-#endif
-        };
-        // Few tokens: taken up one group ahead. More: their products hide the loads.
-#if NT < 4
+        const Codes codes = ring.next;
+        Scale scale[MT][2];
 #pragma unroll
-        for (int k = 0; k < 4; k++)
+        for (int m = 0; m < MT; m++)
 #pragma unroll
-            for (int n = 0; n < NT; n++) activations(n, k, segment * segment_parts * GROUPS);
-#endif
-#pragma unroll 1
-        for (int s = 0; s < segments; s++) {
-            float acc[NT][2][4];
+            for (int r = 0; r < 2; r++) scale[m][r] = scale_of(codes.scales[m][r]);
+        const u64 b = describe(ring.base + own * STAGE_BYTES);
+        // Batches of 32 columns.
 #pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int i = 0; i < 8; i++) acc[n][i >> 2][i & 3] = 0.0f;
-#pragma unroll 1
-            for (int part = (segment + s) * segment_parts; part < (segment + s + 1) * segment_parts; part++) {
-                wait(shared_address(&barriers[warp * DEPTH + slot]), parity);
-                const u8 *stage = slots + slot * STAGE_BYTES;
-#pragma unroll UNROLL
-                for (int q = 0; q < GROUPS; q++) {
-                    uint4 w[4];
-                    float scale[4];
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        w[j] = *(const uint4 *)(stage + (j * GROUPS + q) * TILE_BYTES + 16 * lane);
-                        scale[j] = widen(*(const u16 *)(stage + (j * GROUPS + q) * TILE_BYTES + 512 + 2 * g));
-                    }
-#if NT < 4
-                    const int next = min_of(part * GROUPS + q + 1, groups - 1);
-#endif
-                    // Two halves of a group are summed apart and added one after the other. With few tokens both are under
-                    // way at once, since a product waits long for the one before it.
-                    float sum[2][NT][2][4];
-                    auto clear = [&](int half) {
-#pragma unroll
-                        for (int n = 0; n < NT; n++)
-#pragma unroll
-                            for (int i = 0; i < 8; i++) sum[half][n][i >> 2][i & 3] = 0.0f;
-                    };
-                    auto block = [&](int half, int k) {
-                        uint4 a[4];
-#pragma unroll
-                        for (int j = 0; j < 4; j++)
-                            a[j] = unpack(k == 0 ? w[j].x : k == 1 ? w[j].y : k == 2 ? w[j].z : w[j].w);
-#pragma unroll
-                        for (int n = 0; n < NT; n++) {
-#if NT >= 4
-                            activations(n, k, part * GROUPS + q);
-#endif
-#if PLANES > 1
-                            multiply(sum[half][n], a, low[n][k]);
-#endif
-                            multiply(sum[half][n], a, high[n][k]);
-#if NT < 4
-                            activations(n, k, next);
-#endif
-                        }
-                    };
-                    auto flush = [&](int half) {
-#pragma unroll
-                        for (int n = 0; n < NT; n++)
-#pragma unroll
-                            for (int i = 0; i < 8; i++)
-                                acc[n][i >> 2][i & 3] =
-                                    fmaf(scale[i >> 1], sum[half][n][i >> 2][i & 3], acc[n][i >> 2][i & 3]);
-                    };
-#if NT == 1
-                    clear(0), clear(1);
-                    block(0, 0), block(1, 2), block(0, 1), block(1, 3);
-                    flush(0), flush(1);
-#else
-                    clear(0), block(0, 0), block(0, 1), flush(0);
-                    clear(0), block(0, 2), block(0, 3), flush(0);
-#endif
-                }
+        for (int i = 0; i < 4; i++) {
+            // The batch before the last one is done: its registers are free, and so is the stage before this one.
+            products_done<1>();
+            if (i == 1 && q > 0) {
                 __syncwarp();
-                issue();
-                if (++slot == DEPTH) slot = 0, parity ^= 1;
+                if ((threadIdx.x & 31) == 0) arrive(before);
             }
-            if (SPLIT && segment > 0) {
-                keep(s, acc);
-                continue;
-            }
-#if NT >= 4
-            // Registers are short: the running sum waits in shared memory.
 #pragma unroll
-            for (int i = 0; i < 8 * NT; i++) {
-                float *to = &pieces[(warp * 8 * NT + i) * 32 + lane], &v = acc[i >> 3][(i >> 2) & 1][i & 3];
-                if (s > 0) v += *to;
-                *to = v;
-            }
-            if (s + 1 == segments) finish(info, strip, acc);
+            for (int m = 0; m < MT; m++)
+#pragma unroll
+                for (int r = 0; r < 2; r++) {
+                    const uint4 c = codes.words[m][r];
+                    expand(i == 0 ? c.x : i == 1 ? c.y : i == 2 ? c.z : c.w, scale[m][r], regs.a[i & 1][m] + r);
+                }
+#if READ_AHEAD
+            if (i == 2) ring.read();
+#endif
+            const u64 at = b + (i >> 1) * (HALF_BYTES >> 4) + 4 * (i & 1);
+            const bool add = i > 0 || q > 0;
+            // Few tokens: a smaller product would be hardly faster.
+#if NMAX > 32
+            if (small) batch<NMAX / 2>(regs, i & 1, at, add);
+            else
+#endif
+                batch<NMAX>(regs, i & 1, at, add);
+        }
+        before = ring.empty + 8 * own;
+        if (++own == STAGES) own = 0;
+    }
+    products_done<0>();
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int i = 0; i < NMAX / 2; i++) asm volatile("" : "+f"(regs.acc[m][i])::"memory");
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) arrive(before);
+}
+
+// Writes a tile's sums.
+DEVICE void finish(const Args &p, const Item &item, int strip, const float (&acc)[MT][NMAX / 2], int warp, int lane) {
+    const int wg = warp >> 2, w = warp & 3, g = lane >> 2, t = lane & 3;
+    const float back = 1.0f / SHIFT;
+#pragma unroll
+    for (int n = 0; n < NMAX / 8; n++) {
+        if (8 * n >= (int)item.count) break;
+        const int token = 8 * n + g;
+        const bool there = token < (int)item.count;
+        const u32 slot = item.first + token;
+#if !SWIGLU
+        const u64 line = there ? (u64)p.list[slot] * p.y_stride : 0;
+#endif
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            const int j = wg * MT + m;
+            const float *c = acc[m] + 4 * n;
+#if SWIGLU
+            const int out = strip * 128 + 32 * j + 8 * w;
+            const u32 v = transposed(narrow_half(clamped_swiglu(back * c[0], back * c[2], p.limit),
+                                                 clamped_swiglu(back * c[1], back * c[3], p.limit)));
+            if (there && out < p.outputs)
+                *(u32 *)(p.y + ((u64)(out >> 6) * p.slots + slot) * 128 + ((((out >> 3) ^ slot) & 7) << 4) + 4 * t) = v;
 #else
 #pragma unroll
-            for (int n = 0; n < NT; n++)
-#pragma unroll
-                for (int i = 0; i < 8; i++)
-                    total[n][i >> 2][i & 3] = (s == 0 ? -0.0f : total[n][i >> 2][i & 3]) + acc[n][i >> 2][i & 3];
+            for (int r = 0; r < 2; r++) {
+                const int out = strip * 256 + 64 * j + 16 * w + 8 * r;
+                const u32 v = transposed(narrow_half(back * c[2 * r], back * c[2 * r + 1]));
+                if (there && out < p.outputs) *(u32 *)(p.y + 2 * (line + out + 2 * t)) = v;
+            }
 #endif
         }
-#if NT < 4
-        if (segment == 0 && segments == SEGMENTS) finish(info, strip, total);
-        else if (segment == 0) keep(SEGMENTS - 1, total);
-#endif
-        unit += segments;
     }
+}
 
-#if SPLIT
-    // The first job of this warp, when others began it and this warp ends it.
-    __syncthreads();
-    const int began = first / SEGMENTS * SEGMENTS;
-    if (first >= last || first == began || last < began + SEGMENTS) return;
-    int owner = warp;
-    while (share(owner) > began) owner--;
-    float total[NT][2][4];
-    auto piece = [&](int w, int place, int i) { return pieces[((w * SEGMENTS + place) * 8 + i) * 32 + lane]; };
-#pragma unroll
-    for (int i = 0; i < 8; i++) total[0][i >> 2][i & 3] = piece(owner, SEGMENTS - 1, i);
-    for (int w = owner + 1; w <= warp; w++) {
-        const int count = min_of(share(w + 1), began + SEGMENTS) - share(w);
-        for (int s = 0; s < count; s++)
-#pragma unroll
-            for (int i = 0; i < 8; i++) total[0][i >> 2][i & 3] += piece(w, s, i);
-    }
-    const int job = begin + first / SEGMENTS;
-    finish(infos[job / jobs_an_item - first_item], job % jobs_an_item, total);
+#if SHARED
+DEVICE int share(u32 all, int block) { return (int)(all * (u32)block / gridDim.x); }
+
+// The block with the first segment of a tile that begins before this block's share.
+DEVICE int beginner(u32 all, int tile) {
+    int block = blockIdx.x;
+    while (share(all, block) > tile * SEGMENTS) block--;
+    return block;
+}
+
+DEVICE float *piece(const Args &p, int block, int segment) {
+    return p.pieces + (u64)(block * SEGMENTS + segment) * (NMAX / 2) * CONSUMERS + threadIdx.x;
+}
+
 #endif
+
+// Products of a tile's segments first .. first + count.
+DEVICE void take(const Args &p, const Item &item, int tile, int first, int count, u32 all, Registers &regs, Ring &ring,
+                 int warp, int lane) {
+    const int strip = tile % p.strips;
+#if SHARED
+    const int per = p.groups / SEGMENTS;
+    const bool whole = count == SEGMENTS;
+    float total[MT][NMAX / 2];
+    const int block = whole ? 0 : beginner(all, tile);
+#pragma unroll 1
+    for (int s = 0; s < count; s++) {
+        sum(regs, false, per, ring);
+        float *to = piece(p, block, first + s);
+#pragma unroll
+        for (int i = 0; i < NMAX / 2; i++) {
+            if (2 * i >= (int)item.count + 7) break;
+            total[0][i] = s == 0 ? regs.acc[0][i] : total[0][i] + regs.acc[0][i];
+            if (!whole) to[i * CONSUMERS] = regs.acc[0][i];
+        }
+    }
+    if (whole) {
+        finish(p, item, strip, total, warp, lane);
+    } else if (first + count < SEGMENTS) {
+        asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+        if (threadIdx.x == 0)
+            asm volatile("fence.acq_rel.gpu;\nred.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(p.flags + block) : "memory");
+    }
+#else
+    sum(regs, item.count <= NMAX / 2, p.groups, ring);
+    finish(p, item, strip, regs.acc, warp, lane);
+#endif
+}
+
+#if SHARED
+// Adds the segments of a tile that other blocks began and this one ended.
+DEVICE void gather(const Args &p, const Item &item, int tile, int block, int warp, int lane) {
+    float total[MT][NMAX / 2];
+#pragma unroll 1
+    for (int s = 0; s < SEGMENTS; s++) {
+        const float *from = piece(p, block, s);
+#pragma unroll
+        for (int i = 0; i < NMAX / 2; i++) {
+            if (2 * i >= (int)item.count + 7) break;
+            const float v = __ldcg(from + i * CONSUMERS);
+            total[0][i] = s == 0 ? v : total[0][i] + v;
+        }
+    }
+    finish(p, item, tile % p.strips, total, warp, lane);
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) experts(const __grid_constant__ Args p) {
+    extern __shared__ u8 dynamic[];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    const u32 own = shared_address(dynamic), base = (own + 1023) & ~1023u;
+    const u32 full = base + STAGES * STAGE_BYTES, empty = full + 8 * STAGES;
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+        for (int i = 0; i < STAGES; i++) {
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full + 8 * i) : "memory");
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty + 8 * i), "r"(4 * CW) : "memory");
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    after_previous();
+    let_next_begin();
+    const u32 all = *p.item_count * p.strips * SEGMENTS;
+#if SHARED
+    const int begin = share(all, blockIdx.x), end = share(all, blockIdx.x + 1);
+#else
+    const int begin = blockIdx.x, end = all;
+#endif
+
+    if (warp >= 4 * CW) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        // One thread a warp copies 64 rows of weights a stage; of two of them each copies half of the tokens' columns, too.
+        const int own = warp & 3;
+        if (lane > 0) return;
+        u32 slot = 0, parity = 1;
+        const int last = (p.outputs + 63) / 64 - 1;
+#pragma unroll 1
+        for (int at = begin; at < end;) {
+            const int tile = at / SEGMENTS, first = at % SEGMENTS, strip = tile % p.strips;
+            const int count = SHARED ? min_of(SEGMENTS - first, end - at) : 1;
+            const int from = first * (p.groups / SEGMENTS), until = (first + count) * (p.groups / SEGMENTS);
+            at += SHARED ? count : gridDim.x;
+            const Item item = p.items[tile / p.strips];
+            const u32 x_bytes = 128 * item.count;
+            const Weights w = p.table[item.expert];
+            const int rows = SWIGLU ? 2 * strip + (own & 1) : 4 * strip + own;
+            const u8 *source = (SWIGLU ? (own < 2 ? w.gate : w.up) : w.down) + ((u64)min_of(rows, last) * p.groups + from) * GROUP_BYTES;
+            const u8 *x = p.x + ((u64)(2 * from + (own & 1)) * p.slots + item.first) * 128;
+#pragma unroll 1
+            for (int q = from; q < until; q++) {
+                wait(empty + 8 * slot, parity);
+                const u32 barrier = full + 8 * slot, to = base + slot * STAGE_BYTES;
+                if (own == 0)
+                    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier),
+                                 "r"(4 * GROUP_BYTES + 2 * x_bytes)
+                                 : "memory");
+                copy(to + X_BYTES + own * GROUP_BYTES, source, GROUP_BYTES, barrier);
+                if (own < 2) copy(to + own * HALF_BYTES, x, x_bytes, barrier);
+                source += GROUP_BYTES;
+                x += (u64)p.slots * 256;
+                if (++slot == STAGES) slot = 0, parity ^= 1;
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CW == 4 ? 112 : 240));
+        Registers regs;
+        // Opaque, or it is computed anew in every stage.
+        u32 start;
+        asm volatile("mov.u32 %0, %1;" : "=r"(start) : "r"(base));
+        const int j = (warp >> 2) * MT, w = warp & 3;
+        const u32 block = SWIGLU ? (j >> 1) * GROUP_BYTES + (4 * (j & 1) + w) * BLOCK_BYTES : j * GROUP_BYTES + 2 * w * BLOCK_BYTES;
+#if SHARED
+        const int parts = end - begin;
+#else
+        const int parts = begin < end ? (end - begin + (int)gridDim.x - 1) / (int)gridDim.x : 0;
+#endif
+        Ring ring;
+        ring.base = start, ring.full = start + STAGES * STAGE_BYTES, ring.empty = ring.full + 8 * STAGES;
+        ring.own = start + X_BYTES + block, ring.slot = 0, ring.parity = 0, ring.left = parts * (p.groups / SEGMENTS);
+#if READ_AHEAD
+        ring.read();
+#endif
+#pragma unroll 1
+        for (int at = begin; at < end;) {
+            const int tile = at / SEGMENTS, first = at % SEGMENTS;
+            const int count = SHARED ? min_of(SEGMENTS - first, end - at) : 1;
+            at += SHARED ? count : gridDim.x;
+            const Item item = p.items[tile / p.strips];
+            take(p, item, tile, first, count, all, regs, ring, warp, lane);
+        }
+
+#if SHARED
+        const int tile = begin / SEGMENTS;
+        if (begin < end && begin > tile * SEGMENTS && end >= (tile + 1) * SEGMENTS) {
+            const int block = beginner(all, tile);
+            u32 others = 0;
+            for (int b = block; b < (int)blockIdx.x; b++) others += share(all, b + 1) > share(all, b);
+            if (lane == 0) {
+                u32 seen;
+                do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(p.flags + block) : "memory");
+                while (seen < others);
+            }
+            __syncwarp();
+            const Item item = p.items[tile / p.strips];
+            gather(p, item, tile, block, warp, lane);
+            asm volatile("bar.sync 1, %0;" ::"n"(CONSUMERS) : "memory");
+            if (threadIdx.x == 0) p.flags[block] = 0;
+        }
+#endif
+    }
 }

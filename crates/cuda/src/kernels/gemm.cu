@@ -10,9 +10,8 @@
 // Physical order of columns: in each block of 32, lane t of a quarter-warp takes columns 8 t .. 8 t + 7, in one 16-byte load of
 // a stored row and of an activation plane alike. The order inside a sum is free, so nothing is shuffled.
 //
-// INT4 layout: for every 8 rows and every 128 columns a block of 528 bytes, `[32 lanes][4 words]` and 8 bf16 scales. Word i of
-// lane (g, t) holds row g, columns 32 i + 8 t .. + 7; its nibble p is column 2 p, nibble p + 4 column 2 p + 1, so that a mask
-// gives a pair.
+// INT4 has the layout of experts.cu, whose columns are in the tensor core's own order: beside it a lane collects its activations
+// from four places.
 //
 // Compile-time constants: INT4, SWIGLU (rows of two matrices interleaved by 8, activation applied), GROUPED (work items
 // name an expert and a run of a token list), PLANES, NT (tiles of 8 tokens), WK (warps along K; the others along outputs).
@@ -23,6 +22,7 @@
 #define TOKENS (8 * NT)
 #define TILE 32
 #define TILE_BYTES 528
+#define GROUP_BYTES 4224
 // Stages of weights in registers ahead of their use, and blocks of 128 threads a multiprocessor is to hold.
 #ifndef DEPTH
 #define DEPTH (INT4 ? (NT <= 1 ? 2 : 1) : (NT <= 1 ? 4 : (NT <= 4 ? 2 : 1)))
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
         const int row = SWIGLU ? base + 8 * (j >> 1) : base + 8 * j;
 #if INT4
         const u32 tile = min_of(row, p.outputs - 8) / 8;
-        a[j] = tile * groups * TILE_BYTES;
+        a[j] = tile / 8 * groups * GROUP_BYTES + tile % 8 * TILE_BYTES;
 #else
         a[j] = ((u32)min_of(row + g, p.outputs - 1) * p.w_pitch + 8 * t) * 2;
 #endif
@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #pragma unroll
         for (int j = 0; j < 4; j++) {
 #if INT4
-            const u8 *from = (SWIGLU && (j & 1) ? w1 : w0) + (a[j] + step * (u32)TILE_BYTES);
+            const u8 *from = (SWIGLU && (j & 1) ? w1 : w0) + (a[j] + step * (u32)GROUP_BYTES);
             stage.w[j] = load_stream(from + 16 * lane);
             stage.s[j] = ((const u16 *)(from + 512))[g];
 #else
@@ -165,7 +165,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
     u32 b[NT];
     const int valid = count - g;
 #pragma unroll
-    for (int n = 0; n < NT; n++) b[n] = rows_in[8 * n < valid ? 8 * n + g : 0] * (p.pitch / 8) + t;
+    for (int n = 0; n < NT; n++) b[n] = rows_in[8 * n < valid ? 8 * n + g : 0] * (p.pitch / 8) + (INT4 ? 0 : t);
+#if INT4
+    // Columns 2 t, 8 + 2 t, 16 + 2 t, 24 + 2 t of 32.
+    auto collect = [&](const u8 *from) {
+        const u32 *words = (const u32 *)from + t;
+        return make_uint4(__ldg(words), __ldg(words + 4), __ldg(words + 8), __ldg(words + 12));
+    };
+#endif
 
     float part[NT][2][4];
 #pragma unroll
@@ -196,9 +203,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #pragma unroll
                 for (int n = 0; n < NT; n++) {
                     const u64 at = (u64)(b[n] + step * 16 + 4 * k) * 16;
-                    const uint4 high = 8 * n < valid ? load_cached(x + at) : zero;
+                    const uint4 high = 8 * n < valid ? collect(x + at) : zero;
 #if PLANES > 1
-                    const uint4 low = 8 * n < valid ? load_cached(x_low + at) : zero;
+                    const uint4 low = 8 * n < valid ? collect(x_low + at) : zero;
                     multiply(part[n], w, low);
 #endif
                     multiply(part[n], w, high);

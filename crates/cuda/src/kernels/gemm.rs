@@ -134,6 +134,13 @@ pub(crate) struct Input<'a> {
 /// The rows as planes for matrices of a kind: a view of a buffer that holds planes already, or scratch.
 pub(crate) fn planes(cuda: &mut Cuda, rows: usize, input: Input<'_>, kind: Kind) -> Result<Planes> {
     let half = kind == Kind::Int4;
+    if let Format::Slots { .. } = input.buffer.format {
+        return Err(Error::Weight {
+            name: "matrix behind experts".to_owned(),
+            expected: "an expert's, of the same routing".to_owned(),
+            found: format!("{kind:?}"),
+        });
+    }
     let pitch = input.width.next_multiple_of(BLOCK);
     if let Format::Planes { half: held_half, rows: held, pitch: held_pitch } = input.buffer.format {
         if half != held_half {

@@ -4,7 +4,10 @@
 //! used. A work item is an expert and up to `8 NT` of its choices; items are in the order of experts, so that consecutive
 //! blocks read consecutive weights.
 
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::{
+    collections::HashMap,
+    hash::{DefaultHasher, Hash, Hasher},
+};
 
 use bytemuck::Zeroable;
 use glimmer_tensor::{Error, Experts, Result, RouterRule};
@@ -16,7 +19,8 @@ use super::{
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
-    types::{CudaBuffer, CudaMatrix, CudaRouting, CudaVector, Format, Kind, require, require_equal},
+    memory::Memory,
+    types::{CudaBuffer, CudaMatrix, CudaRouting, CudaVector, Format, GROUP, INT4_ROWS, Kind, require, require_equal},
 };
 
 pub(crate) static FILE: File =
@@ -33,6 +37,22 @@ struct List {
     count: u64,
     /// Items at most.
     most: usize,
+    /// Slots of a piece of 64 columns.
+    slots: usize,
+    /// Rows in slots, or 0.
+    packed: u64,
+}
+
+/// What both products of a list have in common.
+fn slot_args(table: u64, list: List) -> experts::Args {
+    experts::Args {
+        table,
+        items: list.items,
+        item_count: list.count,
+        list: list.grouped,
+        slots: list.slots as i32,
+        ..experts::Args::zeroed()
+    }
 }
 
 /// What a set of experts looks like.
@@ -137,45 +157,118 @@ fn tiles(int4: bool, choices: usize, experts: usize) -> usize {
     gemm::tiles(int4, (choices / experts.max(1)).max(1) * 4 / 3)
 }
 
-/// The work list of the routing, made when the last one is another.
-fn list(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, tiles: usize) -> Result<List> {
+/// Choices that are counted together.
+const CHUNK: usize = 2048;
+
+/// Rows that go into their slots together with the making of the list.
+const PACKED_ROWS: usize = 128;
+
+/// The work list of the routing, made when the last one is another; `rows_in` puts the rows of a buffer into the slots.
+fn list(
+    cuda: &mut Cuda,
+    rows: usize,
+    routing: &CudaRouting,
+    tokens: usize,
+    rows_in: Option<(&CudaBuffer, usize)>,
+) -> Result<List> {
     let (choices, experts) = (rows * routing.top, routing.num_experts);
-    let most = choices.min(experts + choices / (8 * tiles));
-    let grouped = cuda.scratch("choices by expert", 4 * choices)?;
+    let most = choices.min(experts + choices / tokens);
+    let slots = experts::slots(choices, experts);
+    let grouped = cuda.scratch("choices by expert", 4 * slots)?;
+    let slot_of = cuda.scratch(SLOTS_OF, 4 * choices)?;
     let items = cuda.scratch("work items", 4 * ITEM_WORDS * most)?;
     let count = cuda.scratch("number of work items", 4)?;
-    let list = List { grouped, items, count, most };
-    let wanted = (routing.id, rows, tiles);
-    if cuda.planned == Some(wanted) {
-        return Ok(list);
-    }
+    let packed = match rows_in {
+        Some((_, columns)) => cuda.scratch("tokens of the experts", experts::slot_bytes(slots, columns))?,
+        None => 0,
+    };
+    let list = List { grouped, items, count, most, slots, packed };
+    let wanted = (routing.id, rows, tokens);
     // Groups do not matter to the list.
     let constants = [routing.top, experts, 1, 1].map(|c| c as i64);
-    let arguments = Arguments::new()
-        .with(routing.experts.address())
-        .int(choices)
-        .int(8 * tiles)
-        .with(grouped)
-        .with(items)
-        .with(count);
-    let kernel = cuda.kernels.get(&FILE, &constants, "plan")?;
-    cuda.kernels.launch(kernel, Grid::new([1, 1, 1], 1024), arguments)?;
-    cuda.planned = Some(wanted);
+    let (x, stride, columns) = rows_in.map_or((0, 0, 0), |(buffer, columns)| (buffer.at(0), buffer.width, columns));
+    let planned = cuda.planned == Some(wanted);
+    let together = !planned && rows <= PACKED_ROWS;
+    if !planned {
+        let chunks = choices.div_ceil(CHUNK);
+        let counts = if chunks > 1 { cuda.scratch("counts of the experts", 4 * chunks * experts)? } else { 0 };
+        if chunks > 1 {
+            let arguments = Arguments::new().with(routing.experts.address()).int(choices).with(counts);
+            let kernel = cuda.kernels.get(&FILE, &constants, "count")?;
+            cuda.kernels.launch_early(kernel, Grid::new([chunks, 1, 1], 256), arguments)?;
+        }
+        let arguments = Arguments::new()
+            .with(routing.experts.address())
+            .int(choices)
+            .int(tokens)
+            .with(counts)
+            .with(grouped)
+            .with(slot_of)
+            .with(items)
+            .with(count)
+            .with(x)
+            .int(stride)
+            .int(columns)
+            .with(if together { packed } else { 0 })
+            .int(slots);
+        let kernel = cuda.kernels.get(&FILE, &constants, "plan")?;
+        cuda.kernels.launch_early(kernel, Grid::new([experts, 1, 1], 256), arguments)?;
+        cuda.planned = Some(wanted);
+    }
+    if packed != 0 && !together {
+        into_slots(cuda, rows, (x, stride, columns), routing, routing.top, slot_of, (packed, slots))?;
+    }
     Ok(list)
 }
 
-/// The products of the work list.
-fn products(cuda: &Cuda, variant: Variant, most: usize, outputs: usize, args: Args) -> Result<()> {
-    if variant.int4 && experts::run(cuda, variant.swiglu, variant.tiles, most, args)? {
-        return Ok(());
-    }
-    gemm::run(cuda, variant, [outputs.div_ceil(variant.outputs()), most, 1], args)
+/// Rows into the slots of their choices, `top` a row.
+fn into_slots(
+    cuda: &Cuda,
+    rows: usize,
+    (x, stride, columns): (u64, usize, usize),
+    routing: &CudaRouting,
+    top: usize,
+    slot_of: u64,
+    (packed, slots): (u64, usize),
+) -> Result<()> {
+    let constants = [routing.top, routing.num_experts, 1, 1].map(|c| c as i64);
+    let arguments = Arguments::new().with(x).int(stride).int(columns).int(top).with(slot_of).with(packed).int(slots);
+    let kernel = cuda.kernels.get(&FILE, &constants, "pack")?;
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([columns.div_ceil(1024), rows, 1], 128), arguments)?)
 }
 
-/// Makes the work list only (for measurements).
-pub(crate) fn list_for(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, int4: bool) -> Result<()> {
-    let tiles = tiles(int4, rows * routing.top, routing.num_experts);
-    list(cuda, rows, routing, tiles).map(|_| ())
+/// Slot of every choice.
+const SLOTS_OF: &str = "slots of the choices";
+/// Activations of the experts, in slots.
+const ACTIVATIONS: &str = "activations of the experts";
+
+/// A row of activations in slots, for the host.
+pub(crate) fn read_slots(
+    scratch: &HashMap<&'static str, Memory>,
+    slots: usize,
+    row: usize,
+    values: &mut [f32],
+) -> Result<()> {
+    let (Some(slot_of), Some(memory)) = (scratch.get(SLOTS_OF), scratch.get(ACTIVATIONS)) else {
+        return Err(Error::Capacity { what: "read: activations in slots", needed: 1, available: 0 });
+    };
+    let mut slot = [0u32];
+    slot_of.read(4 * row, &mut slot)?;
+    let slot = slot[0] as usize;
+    for (piece, values) in values.chunks_mut(INT4_ROWS).enumerate() {
+        let mut halves = [0u16; INT4_ROWS];
+        memory.read(128 * (piece * slots + slot), &mut halves)?;
+        for (i, v) in values.iter_mut().enumerate() {
+            *v = half::f16::from_bits(halves[8 * ((i / 8) ^ (slot % 8)) + i % 8]).to_f32();
+        }
+    }
+    Ok(())
+}
+
+/// Makes the work list and fills its slots only (for measurements).
+pub(crate) fn list_for(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, x: &CudaBuffer) -> Result<()> {
+    let tokens = experts::tokens(experts::sizes(cuda, rows));
+    list(cuda, rows, routing, tokens, Some((x, x.width))).map(|_| ())
 }
 
 /// [`glimmer_tensor::Backend::moe_up`].
@@ -193,34 +286,51 @@ pub(crate) fn moe_up(
     x.require("moe_up: the input", rows, shape.input)?;
     act.require("moe_up: the activation", choices, shape.width)?;
     let input = Input { buffer: x, start: 0, width: shape.input, list: 0 };
-    let planes = gemm::planes(cuda, rows, input, shape.kind())?;
-    let tiles = tiles(shape.int4, choices, routing.num_experts);
-    let list = list(cuda, rows, routing, tiles)?;
-    let mut args = Args {
-        table,
-        items: list.items,
-        item_count: list.count,
-        list: list.grouped,
-        x: planes.address,
-        plane: planes.plane as u64,
-        rows: rows as i32,
-        outputs: shape.width as i32,
-        columns: shape.input as i32,
-        pitch: planes.pitch as i32,
-        w_pitch: set.routed[0].gate.weight.pitch as i32,
-        divisor: routing.top as i32,
-        limit: set.limit,
-        ..Args::zeroed()
-    };
-    gemm::into_planes(act, choices, shape.width, [shape.kind(); 2], &mut args);
-    let variant = Variant { int4: shape.int4, swiglu: true, grouped: true, tiles, columns: shape.input };
-    products(cuda, variant, list.most, shape.width, args)?;
+    if shape.int4 && experts::available(cuda) {
+        experts::check_columns("moe_up: columns of the input in fours", x.width)?;
+        let sizes = experts::sizes(cuda, rows);
+        let list = list(cuda, rows, routing, experts::tokens(sizes), Some((x, shape.input)))?;
+        let y = cuda.scratch(ACTIVATIONS, experts::slot_bytes(list.slots, shape.width))?;
+        let args = experts::Args {
+            x: list.packed,
+            y,
+            outputs: shape.width as i32,
+            groups: (shape.input / GROUP) as i32,
+            limit: set.limit,
+            ..slot_args(table, list)
+        };
+        experts::run(cuda, true, sizes, args)?;
+        act.format = Format::Slots { slots: list.slots };
+    } else {
+        let planes = gemm::planes(cuda, rows, input, shape.kind())?;
+        let tiles = tiles(shape.int4, choices, routing.num_experts);
+        let list = list(cuda, rows, routing, 8 * tiles, None)?;
+        let mut args = Args {
+            table,
+            items: list.items,
+            item_count: list.count,
+            list: list.grouped,
+            x: planes.address,
+            plane: planes.plane as u64,
+            rows: rows as i32,
+            outputs: shape.width as i32,
+            columns: shape.input as i32,
+            pitch: planes.pitch as i32,
+            w_pitch: set.routed[0].gate.weight.pitch as i32,
+            divisor: routing.top as i32,
+            limit: set.limit,
+            ..Args::zeroed()
+        };
+        gemm::into_planes(act, choices, shape.width, [shape.kind(); 2], &mut args);
+        let variant = Variant { int4: shape.int4, swiglu: true, grouped: true, tiles, columns: shape.input };
+        gemm::run(cuda, variant, [shape.width.div_ceil(variant.outputs()), list.most, 1], args)?;
+    }
     if let Some(shared) = &set.shared {
         dense::check_swiglu(shared, shape.input)?;
         require_equal("experts: rows of down", shape.hidden, shared.down.weight.out)?;
         shared_act.require("moe_up: the shared activation", rows, shared.gate.weight.out)?;
         let kind = shared.gate.weight.kind;
-        let planes = if kind == shape.kind() { planes } else { gemm::planes(cuda, rows, input, kind)? };
+        let planes = gemm::planes(cuda, rows, input, kind)?;
         gemm::gated(cuda, rows, planes, &shared.gate, &shared.up, set.limit, shared.down.weight.kind, shared_act)?;
     }
     Ok(())
@@ -243,31 +353,59 @@ pub(crate) fn moe_down(
     if !shape.hidden.is_multiple_of(4) || !out.width.is_multiple_of(4) {
         return Err(Error::Capacity { what: "moe_down: columns in fours", needed: 4, available: shape.hidden % 4 });
     }
-    let planes =
-        gemm::planes(cuda, choices, Input { buffer: act, start: 0, width: shape.width, list: 0 }, shape.kind())?;
-    let tiles = tiles(shape.int4, choices, routing.num_experts);
-    let list = list(cuda, rows, routing, tiles)?;
-    let down = cuda.scratch("outputs of the experts", 4 * choices * shape.hidden)?;
-    let args = Args {
-        table,
-        items: list.items,
-        item_count: list.count,
-        list: list.grouped,
-        x: planes.address,
-        plane: planes.plane as u64,
-        rows: choices as i32,
-        outputs: shape.hidden as i32,
-        columns: shape.width as i32,
-        pitch: planes.pitch as i32,
-        w_pitch: set.routed[0].down.weight.pitch as i32,
-        divisor: 1,
-        down: 1,
-        y: down,
-        y_stride: shape.hidden as i32,
-        ..Args::zeroed()
-    };
-    let variant = Variant { int4: shape.int4, swiglu: false, grouped: true, tiles, columns: shape.width };
-    products(cuda, variant, list.most, shape.hidden, args)?;
+    let in_slots = shape.int4 && experts::available(cuda);
+    let size = if in_slots { 2 } else { 4 };
+    let down = cuda.scratch("outputs of the experts", size * choices * shape.hidden)?;
+    if in_slots {
+        let sizes = experts::sizes(cuda, rows);
+        let list = list(cuda, rows, routing, experts::tokens(sizes), None)?;
+        let x = cuda.scratch(ACTIVATIONS, experts::slot_bytes(list.slots, shape.width))?;
+        if act.format == Format::Float {
+            experts::check_columns("moe_down: columns of the activation in fours", act.width)?;
+            let slot_of = cuda.scratch(SLOTS_OF, 4 * choices)?;
+            into_slots(cuda, choices, (act.at(0), act.width, shape.width), routing, 1, slot_of, (x, list.slots))?;
+        } else if act.format != (Format::Slots { slots: list.slots }) {
+            return Err(Error::Weight {
+                name: "activation of moe_down".to_owned(),
+                expected: "what moe_up left for this routing".to_owned(),
+                found: format!("{:?}", act.format),
+            });
+        }
+        let args = experts::Args {
+            x,
+            y: down,
+            outputs: shape.hidden as i32,
+            groups: (shape.width / GROUP) as i32,
+            y_stride: shape.hidden as i32,
+            ..slot_args(table, list)
+        };
+        experts::run(cuda, false, sizes, args)?;
+    } else {
+        let input = Input { buffer: act, start: 0, width: shape.width, list: 0 };
+        let planes = gemm::planes(cuda, choices, input, shape.kind())?;
+        let tiles = tiles(shape.int4, choices, routing.num_experts);
+        let list = list(cuda, rows, routing, 8 * tiles, None)?;
+        let args = Args {
+            table,
+            items: list.items,
+            item_count: list.count,
+            list: list.grouped,
+            x: planes.address,
+            plane: planes.plane as u64,
+            rows: choices as i32,
+            outputs: shape.hidden as i32,
+            columns: shape.width as i32,
+            pitch: planes.pitch as i32,
+            w_pitch: set.routed[0].down.weight.pitch as i32,
+            divisor: 1,
+            down: 1,
+            y: down,
+            y_stride: shape.hidden as i32,
+            ..Args::zeroed()
+        };
+        let variant = Variant { int4: shape.int4, swiglu: false, grouped: true, tiles, columns: shape.width };
+        gemm::run(cuda, variant, [shape.hidden.div_ceil(variant.outputs()), list.most, 1], args)?;
+    }
     let mut shared_out = 0;
     if let Some(shared) = &set.shared {
         let width = shared.gate.weight.out;
@@ -291,6 +429,11 @@ pub(crate) fn moe_down(
         .with(out.at(0))
         .int(out.width);
     out.format = Format::Float;
+    if in_slots {
+        let kernel = cuda.kernels.get(&FILE, &constants, "combine_halves")?;
+        let grid = Grid::new([shape.hidden.div_ceil(8 * 128), rows, 1], 128);
+        return Ok(cuda.kernels.launch_early(kernel, grid, arguments)?);
+    }
     let kernel = cuda.kernels.get(&FILE, &constants, "combine")?;
     Ok(cuda.kernels.launch(kernel, Grid::new([shape.hidden.div_ceil(4 * 128), rows, 1], 128), arguments)?)
 }
