@@ -6,7 +6,8 @@
 //
 // Exact weights: a code in bits 2 .. 5 or 6 .. 9 of a half is the subnormal code 2^-22 or code 2^-18, so one multiply-add with
 // s 2^22 or s 2^18 and -8 s gives s (code - 8). A BF16 scale times a code has 11 bits at most, which a half holds, so
-// nothing is rounded (SHIFT keeps scales below 1 in range; with one below 2^-11 a weight loses what lies under 2^-19). Sums are f32.
+// nothing is rounded (SHIFT keeps scales below 1 in range; with one below 2^-11 a weight loses what lies under 2^-19). Sums are
+// f32.
 //
 // Shares: with SEGMENTS > 1 every block takes an equal, contiguous share of all segments (a segment is a part of a tile's
 // columns). A tile that blocks share leaves each segment's sum in memory; the block with its last segment adds them. A
@@ -17,7 +18,7 @@
 // of lane (g, t) holds of row g the columns 32 i + 8 p + 2 t and + 1 as codes p and p + 4, rotated left by two bits. Tokens:
 // `[columns / 64][slots][64]` halves, 16-byte pieces of slot s at their number ^ (s % 8); an item's slots begin at an eighth one.
 //
-// Constants: SWIGLU, NMAX (8, 16, 32 or 128), CW, MT (CW * MT = 4), STAGES, SEGMENTS.
+// Constants: SWIGLU, NMAX (8, 16, 64 or 128), CW, MT (CW * MT = 4), STAGES, SEGMENTS.
 #include "common.cuh"
 #include "wgmma.cuh"
 
@@ -29,7 +30,7 @@
 #define CONSUMERS (128 * CW)
 #define SHARED (SEGMENTS > 1)
 // Weights of the next stage are read with the third batch of a stage, where registers suffice.
-#define READ_AHEAD (MT == 1)
+#define READ_AHEAD (NMAX <= 64)
 #define SHIFT 0.015625f
 
 struct Weights {
@@ -305,7 +306,7 @@ DEVICE void take(const Args &p, const Item &item, int tile, int first, int count
     const int block = whole ? 0 : beginner(all, tile);
 #pragma unroll 1
     for (int s = 0; s < count; s++) {
-        sum(regs, false, per, ring);
+        sum(regs, item.count <= NMAX / 2, per, ring);
         float *to = piece(p, block, first + s);
 #pragma unroll
         for (int i = 0; i < NMAX / 2; i++) {
@@ -385,7 +386,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) experts(const _
             const u32 x_bytes = 128 * item.count;
             const Weights w = p.table[item.expert];
             const int rows = SWIGLU ? 2 * strip + (own & 1) : 4 * strip + own;
-            const u8 *source = (SWIGLU ? (own < 2 ? w.gate : w.up) : w.down) + ((u64)min_of(rows, last) * p.groups + from) * GROUP_BYTES;
+            const u8 *source = SWIGLU ? (own < 2 ? w.gate : w.up) : w.down;
+            source += ((u64)min_of(rows, last) * p.groups + from) * GROUP_BYTES;
             const u8 *x = p.x + ((u64)(2 * from + (own & 1)) * p.slots + item.first) * 128;
 #pragma unroll 1
             for (int q = from; q < until; q++) {

@@ -8,9 +8,9 @@
 //! their weighted sum in f32. Values beyond 65504 are cut: a normed row, a clamped activation do not come near.
 //!
 //! # Shapes of one kernel
-//! Up to [`FEW_ROWS`] rows a step: items of up to 8, 16 or 32 tokens, four warpgroups of 64 rows, shares of segments, a sum's order
-//! a function of the columns alone, so that a row's bits do not depend on the rows beside it. Beyond: items of up to 128 tokens,
-//! two warpgroups of 128 rows, whole tiles; a row's bits may differ from those of a smaller step in the rounding of the sum.
+//! Up to [`FEW_ROWS`] rows a step: items of up to 8 or 16 tokens, four warpgroups of 64 rows, shares of segments, a sum's order
+//! a function of the columns alone, so that a row's bits do not depend on the rows beside it. Beyond: items of up to 64 or 128
+//! tokens, whole tiles; a row's bits may differ from those of a smaller step in the rounding of the sum.
 
 use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::{Error, Result};
@@ -28,7 +28,7 @@ pub(crate) static FILE: File = File {
 };
 
 /// Rows of a step from which on a tile's sum is taken in one piece.
-pub(crate) const FEW_ROWS: usize = 1024;
+pub(crate) const FEW_ROWS: usize = 320;
 
 /// Rows of a tile.
 const TILE: usize = 256;
@@ -37,8 +37,8 @@ const TILE: usize = 256;
 pub(crate) type Sizes = [i64; 4];
 
 /// Shapes by the rows of a step that they go up to. A wider product takes longer although its columns are empty.
-const SHAPES: [(usize, Sizes); 3] = [(128, [8, 4, 1, 11]), (320, [16, 4, 1, 10]), (FEW_ROWS, [32, 4, 1, 8])];
-const MANY: Sizes = [128, 2, 2, 4];
+const SHAPES: [(usize, Sizes); 3] = [(128, [8, 4, 1, 11]), (FEW_ROWS, [16, 4, 1, 10]), (2560, [64, 4, 1, 6])];
+const MANY: Sizes = [128, 4, 1, 4];
 
 /// Arguments of the kernel, as it declares them.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
@@ -79,7 +79,8 @@ pub(crate) fn available(cuda: &Cuda) -> bool {
 /// Parts of the columns whose sums are taken apart.
 fn segments(sizes: Sizes, groups: usize) -> i64 {
     match groups {
-        _ if sizes[2] > 1 => 1,
+        // Beyond `FEW_ROWS`: the end of every segment empties the pipeline, which costs a fifth of the time at 768 rows.
+        _ if sizes[0] > 16 => 1,
         8.. if groups.is_multiple_of(4) => 4,
         2.. if groups.is_multiple_of(2) => 2,
         _ => 1,
