@@ -29,7 +29,7 @@ fn draft_logits<B: Backend>(model: &Model<B>, index: usize) -> Vec<f32> {
 }
 
 /// As [`BOUND`], with INT4 experts: their activations carry 11 bits.
-const BOUND_INT4: f32 = 2e-3;
+const BOUND_INT4: f32 = 1e-3;
 
 /// The largest error seen, where, and what is allowed.
 struct Worst(f32, String, f32);
