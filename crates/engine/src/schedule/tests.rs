@@ -85,6 +85,15 @@ fn decoding_comes_first_and_several_prompts_share_the_rest_of_a_step() {
 }
 
 #[test]
+fn a_prompt_that_finds_no_rows_is_not_overtaken_by_one_that_would() {
+    let waiting = [prompt(1, 100), prompt(2, 500), prompt(3, 20)];
+    let decision = decide(&[], &waiting, &Resources { rows: 150, ..plenty() }, &unpaced());
+    // 50 rows are left: no whole page of the second one, all of the third.
+    assert_eq!(rows(&decision), [(1, 100, 0)]);
+    assert_eq!((ids(&decision.admit), decision.waiting.rows), (vec![1], 2));
+}
+
+#[test]
 fn nothing_to_do_is_idle() {
     assert!(decide(&[], &[], &plenty(), &unpaced()).is_idle());
 }
