@@ -147,6 +147,76 @@ fn drafts_and_json_log_lines() {
     assert!(lines > 2);
 }
 
+#[test]
+fn steps_are_recorded_and_prefixes_reused() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("steps.jsonl");
+    let name = file.display().to_string();
+    let server = Server::start(&["--record-steps", &name, "--enable-prompt-tokens-details"]);
+    let words = "one two three four five six seven eight nine ten ".repeat(20);
+    let body = format!("{{\"prompt\": \"{words}\", \"max_tokens\": 4, \"temperature\": 0, \"ignore_eos\": true}}");
+    let text_of = |answer: &str| answer.split("\"text\":").nth(1).unwrap().split(",\"").next().unwrap().to_owned();
+    let cold = server.post("/v1/completions", &body);
+    let warm = server.post("/v1/completions", &body);
+    assert!(cold.contains("\"cached_tokens\":0"), "{cold}");
+    assert!(warm.contains("\"cached_tokens\":") && !warm.contains("\"cached_tokens\":0"), "{warm}");
+    assert_eq!(text_of(&cold), text_of(&warm));
+    let metrics = server.try_send("GET", "/metrics", "").unwrap();
+    let value = |name: &str| {
+        let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in {metrics}"));
+        line.rsplit(' ').next().unwrap().parse::<f64>().unwrap()
+    };
+    assert!(value("vllm:prefix_cache_hits_total{") >= 64.0);
+    assert!((value("vllm:prefix_state_hits_total{") - 1.0).abs() < 1e-9);
+    assert!(metrics.contains("vllm:prefix_state_misses_total{") && metrics.contains("reason=\""));
+    assert!(server.stop().status.success());
+    let recorded = std::fs::read_to_string(&file).unwrap();
+    let lines: Vec<serde_json::Value> = recorded.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert!(lines.len() > 8, "{recorded}");
+}
+
+#[test]
+fn a_full_queue_answers_at_once() {
+    let server = Server::start(&["--max-num-seqs", "1", "--max-num-queued-reqs", "1"]);
+    let body = r#"{"prompt": "one two three", "max_tokens": 4000, "ignore_eos": true, "stream": true}"#;
+    let open = || {
+        let mut stream = TcpStream::connect(("127.0.0.1", server.port)).unwrap();
+        write!(
+            stream,
+            "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\r\n{body}",
+            body.len()
+        )
+        .unwrap();
+        stream
+    };
+    let running = open();
+    let mut byte = [0];
+    (&running).read_exact(&mut byte).unwrap();
+    let waiting = open();
+    let refused = loop {
+        let answer = server.post("/v1/completions", &body.replace("4000", "1"));
+        if answer.starts_with("HTTP/1.1 503") {
+            break answer;
+        }
+    };
+    assert!(
+        refused.to_ascii_lowercase().contains("retry-after: ") && refused.contains("Service Unavailable"),
+        "{refused}"
+    );
+    // Whoever goes away makes room.
+    drop((running, waiting));
+    let served = loop {
+        let answer = server.post("/v1/completions", r#"{"prompt": "one", "max_tokens": 1}"#);
+        if answer.starts_with("HTTP/1.1 200") {
+            break answer;
+        }
+    };
+    assert!(served.to_ascii_lowercase().contains("x-estimated-ttft-ms: "), "{served}");
+    let metrics = server.try_send("GET", "/metrics", "").unwrap();
+    assert!(metrics.contains("finished_reason=\"abort\"} 2"), "{metrics}");
+    assert!(server.stop().status.success());
+}
+
 /// Every published command starts, with the path of the model there is and a port of our own.
 #[test]
 fn every_recipe_starts_on_the_cpu() {

@@ -210,6 +210,7 @@ impl<B: Backend> Generator<B> {
             counters: Counters {
                 prefix_queries: prefix.query_tokens,
                 prefix_hits: prefix.hit_tokens,
+                prefix_state_hits: prefix.hits,
                 prefix_misses: Miss::ALL.map(|miss| (miss.name().to_owned(), prefix.misses_by(miss))).to_vec(),
                 media_queries,
                 media_hits,

@@ -47,6 +47,8 @@ pub struct Counters {
     pub prefix_queries: u64,
     /// Prompt tokens taken from it.
     pub prefix_hits: u64,
+    /// Prompts that went on from a saved state.
+    pub prefix_state_hits: u64,
     /// Prompts without any hit, by reason.
     pub prefix_misses: Vec<(String, u64)>,
     /// Images and clips looked up in the cache of features.

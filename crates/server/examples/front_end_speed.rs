@@ -11,7 +11,8 @@
 //!   for as many socket writes as there are streams; `spread` hands them over evenly. `bare` is the same with a server that
 //!   writes ready bytes to the socket and nothing else: what sockets, threads and the client take by themselves.
 //!
-//! `cargo run --release -p glimmer-server --example front_end_speed -- [streams] [step_ms]`
+//! `cargo run --release -p glimmer-server --example front_end_speed -- [streams] [step_ms] [part]`; `part` measures only what has it in
+//! its name.
 
 #![allow(clippy::unwrap_used, clippy::print_stdout, reason = "a measuring program reports on the console")]
 
@@ -348,7 +349,7 @@ fn throughput(format: &Arc<ChatFormat>, schedule: Schedule, name: &str) {
     let (events, answers) = (numbers[0] as f64, numbers[1] as f64);
     let each = (worker_time() - before) as f64 / events;
     println!(
-        "throughput {name}: {:.2} M events/s ({:.0} answers/s of {TOKENS} tokens, {CLIENTS} clients); {each:.0} ns of the \
+        "{name}: {:.2} M events/s ({:.0} answers/s of {TOKENS} tokens, {CLIENTS} clients); {each:.0} ns of the \
          worker an event: one worker can send {:.2} M events/s",
         events / time.as_secs_f64() / 1e6,
         answers / time.as_secs_f64(),
@@ -380,7 +381,7 @@ fn latency(port: u16, times: &Times, streams: usize, step: Duration, name: &str)
     }
     added.sort_by(f64::total_cmp);
     println!(
-        "latency {name}, {streams} streams, a token each every {} ms: p50 {:.3} ms, p90 {:.3} ms, p99 {:.3} ms, most {:.3} \
+        "{name}, {streams} streams, a token each every {} ms: p50 {:.3} ms, p90 {:.3} ms, p99 {:.3} ms, most {:.3} \
          ms over {} tokens; {:.1} us of the worker an event",
         step.as_millis(),
         percentile(&added, 0.5),
@@ -403,16 +404,24 @@ fn main() {
     let format = Arc::new(ChatFormat::from_dir(path).unwrap());
     let token = format.tokenizer().encode_ordinary("hello").unwrap()[0];
     let fast = Schedule { token, pace: Duration::ZERO, burst: 64, slots: 1 };
-    throughput(&format, fast, "joined");
-    throughput(&format, Schedule { burst: 1, ..fast }, "paced");
-    for (name, slots) in [("burst", 1), ("spread", 50)] {
-        let schedule = Schedule { pace: step, burst: 1, slots, ..fast };
-        let times = Times::default();
-        let template = Request::new(vec![token], 100);
-        let port = start_bare(Stepping::start(schedule, Arc::clone(&times)), template);
-        latency(port, &times, streams, step, &format!("{name} bare"));
-        let times = Times::default();
-        let port = start(Stepping::start(schedule, Arc::clone(&times)), &format);
+    let wanted = |name: &str| arguments.get(2).is_none_or(|part| name.contains(part.as_str()));
+    for (name, burst) in [("throughput joined", 64), ("throughput paced", 1)] {
+        if wanted(name) {
+            throughput(&format, Schedule { burst, ..fast }, name);
+        }
+    }
+    for (name, slots, bare) in [
+        ("latency burst bare", 1, true),
+        ("latency burst", 1, false),
+        ("latency spread bare", 50, true),
+        ("latency spread", 50, false),
+    ] {
+        if !wanted(name) {
+            continue;
+        }
+        let (schedule, times) = (Schedule { pace: step, burst: 1, slots, ..fast }, Times::default());
+        let engine = Stepping::start(schedule, Arc::clone(&times));
+        let port = if bare { start_bare(engine, Request::new(vec![token], 100)) } else { start(engine, &format) };
         latency(port, &times, streams, step, name);
     }
 }

@@ -138,6 +138,8 @@ pub struct Status {
     pub backlog_tokens: u64,
     /// Prompt tokens computed a second, lately; 0 before the first.
     pub prefill_rate: f64,
+    /// Why steps are no longer recorded, if they should be.
+    pub record_error: Option<String>,
     /// Why the engine has ended, if it has.
     pub dead: Option<String>,
     /// Whether work is pending and no step has finished for too long.

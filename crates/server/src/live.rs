@@ -1,18 +1,24 @@
 //! The real engine behind the seam: a [`Worker`] on its own thread, and how flags become its settings.
 
+use std::path::Path;
 use std::sync::Arc;
 
 use glimmer_checkpoint::Checkpoint;
+use glimmer_engine::depth::{DepthPolicy, DepthTable};
+use glimmer_engine::policy::{Order, Policy};
 use glimmer_engine::request::TokenEvent;
+use glimmer_engine::settings::{DraftSampling, IndexSharing, Settings};
+use glimmer_engine::synthetic::SyntheticAcceptance;
 use glimmer_engine::worker::{EventSink, Facts, Refused, Worker, WorkerSettings};
-use glimmer_engine::{DraftSampling, EngineError, Generator, IndexSharing, Settings};
+use glimmer_engine::{EngineError, Generator};
 use glimmer_model::{Limits, cache_shape};
 use glimmer_tensor::cpu::CpuCache;
 use glimmer_tensor::{Cpu, PAGE_TOKENS};
+use glimmer_text::Tokenizer;
 
 use crate::engine::{Asked, Counters, Engine, EventSender, Model, Refusal, Status, Ticket};
-use crate::flags::ServeConfig;
 use crate::flags::config::MaxModelLen;
+use crate::flags::{ServeConfig, Speculative};
 use crate::open::OpenError;
 use crate::serve::capacity_lines;
 use crate::sizing::{SizeError, Sizes, UnitBytes, Wish, cpu_budget, host_memory, spend};
@@ -58,6 +64,7 @@ impl Engine for Live {
             kv_usage: snapshot.page_use,
             backlog_tokens: snapshot.backlog_tokens,
             prefill_rate: snapshot.prefill_rate,
+            record_error: snapshot.record_error,
             dead: snapshot.dead,
             stuck: snapshot.stuck,
         }
@@ -68,7 +75,7 @@ impl Engine for Live {
         Counters {
             prefix_queries: counters.prefix_queries,
             prefix_hits: counters.prefix_hits,
-            state_hits: 0,
+            state_hits: counters.prefix_state_hits,
             state_misses: counters.prefix_misses,
             media_queries: counters.media_queries,
             media_hits: counters.media_hits,
@@ -122,9 +129,16 @@ pub fn load_cpu(threads: usize, checkpoint: Checkpoint, config: &ServeConfig) ->
     let sizes = cpu_sizes(&checkpoint, config, depth)?;
     // Files are read before weights: what is wrong with them shows at once.
     let mut model = Model::open(&checkpoint, config, length(sizes.length), None)?;
-    let settings = settings(&checkpoint, config, &sizes, depth, model.format.tokenizer().vocab_size())?;
-    let (worker, facts) =
-        Worker::spawn(move || Generator::load(Cpu::new(threads), &checkpoint, &settings), worker_settings(config))?;
+    let settings = settings(&checkpoint, config, &sizes, depth, model.format.tokenizer())?;
+    let record = config.record_steps.clone();
+    let load = move || {
+        let mut generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
+        if let Some(file) = record {
+            generator.record(Path::new(&file))?;
+        }
+        Ok(generator)
+    };
+    let (worker, facts) = Worker::spawn(load, worker_settings(config))?;
     model.max_model_len = facts.rules.context;
     announce(&facts);
     Ok(Loaded { engine: Arc::new(Live::new(worker)), model })
@@ -194,30 +208,58 @@ fn settings(
     config: &ServeConfig,
     sizes: &Sizes,
     depth: usize,
-    vocabulary: usize,
-) -> Result<Settings, OpenError> {
+    tokenizer: &Tokenizer,
+) -> Result<Settings, LoadError> {
     let sequences = length(sizes.sequences);
-    let rows = length(config.max_num_batched_tokens.unwrap_or(0)).max(sequences * (depth + 1));
+    let drafts = config.speculative.as_ref();
+    let synthetic = drafts.and_then(|drafts| drafts.synthetic_rates.clone()).map(SyntheticAcceptance::from_rates);
     Ok(Settings {
         sequences,
         context: Some(length(sizes.length)),
         pages: Some(length(sizes.pages)),
-        rows,
+        rows: length(config.max_num_batched_tokens.unwrap_or(0)).max(sequences),
         depth,
+        depth_policy: drafts.map_or(Ok(DepthPolicy::Fixed), depth_policy)?,
         index_sharing: match config.mtp_index_sharing {
             None => IndexSharing::Auto,
             Some(true) => IndexSharing::On,
             Some(false) => IndexSharing::Off,
         },
-        draft_sampling: match &config.speculative {
+        draft_sampling: match drafts {
             Some(drafts) if drafts.probabilistic => DraftSampling::Probabilistic,
             _ => DraftSampling::Greedy,
         },
-        real_vocab: Some(vocabulary),
+        synthetic_acceptance: synthetic.transpose()?,
+        real_vocab: Some(tokenizer.vocab_size()),
         seed: config.seed.unsigned_abs(),
         end_tokens: crate::open::end_tokens(checkpoint, config)?,
+        think_end: tokenizer.added_id("</think>").ok(),
+        policy: policy(config),
+        prefix_caching: config.prefix_caching,
+        state_checkpoints: length(sizes.checkpoints),
         ..Settings::default()
     })
+}
+
+fn depth_policy(drafts: &Speculative) -> Result<DepthPolicy, EngineError> {
+    let rows = drafts.depth_by_batch.iter().map(|&(first, last, depth)| [first, last, depth].map(|n| n as usize));
+    match drafts.adaptive {
+        true => Ok(DepthPolicy::Adaptive),
+        false if drafts.depth_by_batch.is_empty() => Ok(DepthPolicy::Fixed),
+        false => DepthTable::new(rows.collect()).map(DepthPolicy::Table),
+    }
+}
+
+fn policy(config: &ServeConfig) -> Policy {
+    Policy {
+        order: if config.options.priority_policy { Order::Priority } else { Order::Fcfs },
+        itl_target: config.itl_target.map(|target| target.as_secs_f64()),
+        long_prompt: length(config.short_prompt_tokens),
+        long_prefills: length(config.long_prefills),
+        long_prefill_tokens: config.long_prefill_tokens.map(length),
+        interval: config.prefill_interval,
+        ..Policy::default()
+    }
 }
 
 fn worker_settings(config: &ServeConfig) -> WorkerSettings {

@@ -98,8 +98,14 @@ async fn drain(app: &App) {
 }
 
 async fn engine_death(app: &App) -> String {
+    let mut recording = true;
     loop {
-        if let Some(reason) = app.engine.status().dead {
+        let status = app.engine.status();
+        if let Some(error) = status.record_error.filter(|_| recording) {
+            tracing::error!(error, "--record-steps: steps are no longer recorded");
+            recording = false;
+        }
+        if let Some(reason) = status.dead {
             tracing::error!(reason, "the engine has ended");
             return reason;
         }

@@ -15,6 +15,8 @@ pub struct Speculative {
     pub depth: u32,
     /// Depth by the number of running sequences: first, last, depth.
     pub depth_by_batch: Vec<(u32, u32, u32)>,
+    /// Take the depth, up to [`Speculative::depth`], that measures best.
+    pub adaptive: bool,
     /// Draft by chance instead of the most probable token.
     pub probabilistic: bool,
     /// Accept by chance at these rates, whatever the model says: for measurements only.
@@ -111,6 +113,7 @@ impl Speculative {
             method,
             model,
             depth,
+            adaptive: map.get("num_speculative_tokens_per_batch_size").is_some_and(|value| value == "auto"),
             depth_by_batch: by_batch(map)?,
             probabilistic: sampling == Some("probabilistic"),
             synthetic_rates,
@@ -144,7 +147,8 @@ fn synthetic(map: &Map<String, Value>, depth: u32) -> Result<Vec<f64>, FlagError
 }
 
 fn by_batch(map: &Map<String, Value>) -> Result<Vec<(u32, u32, u32)>, FlagError> {
-    let Some(table) = map.get("num_speculative_tokens_per_batch_size") else { return Ok(Vec::new()) };
+    let table = map.get("num_speculative_tokens_per_batch_size").filter(|value| *value != "auto");
+    let Some(table) = table else { return Ok(Vec::new()) };
     let row = |row: &Value| {
         let numbers = row.as_array().filter(|row| row.len() == 3)?;
         let mut numbers = numbers.iter().map(|number| number.as_u64().and_then(|number| u32::try_from(number).ok()));
