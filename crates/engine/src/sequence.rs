@@ -192,6 +192,8 @@ impl Sequence {
     pub(crate) fn view(&self, hit: (usize, usize), most_logits: usize) -> View {
         let table = self.place.as_ref().map(|place| &place.table);
         let prefill = self.phase == Phase::Prefill;
+        // A waiting sequence begins behind its hit.
+        let from = self.computed.max(hit.0);
         View {
             id: self.id,
             arrival: self.times.submitted,
@@ -203,7 +205,7 @@ impl Sequence {
             decoding: self.phase == Phase::Decode,
             pages: table.map_or(0, PageTable::len),
             shared: table.map_or(hit.1, PageTable::shared),
-            next_stop: self.keys.as_ref().filter(|_| prefill).and_then(|_| self.stops.after(self.computed)),
+            next_stop: self.keys.as_ref().filter(|_| prefill).and_then(|_| self.stops.after(from)),
             max_rows: self.is_scored().then_some(most_logits),
             cached: if table.is_some() { self.cached } else { hit.0 },
             preempted: self.cost.preemptions,
@@ -219,6 +221,7 @@ impl Sequence {
         self.features.clear();
         self.phase = Phase::Prefill;
         self.cost.preemptions += 1;
+        self.stops = Stops::new(self.tokens.len(), self.request.turn_start);
         if self.is_scored() {
             // The rows come again from the first one on.
             self.prompt_logprobs = Some(vec![None]);

@@ -12,7 +12,6 @@ use crate::{
     EngineError, SequenceId,
     features::FeatureKey,
     pools::PageTable,
-    prefix::Stops,
     request::{Finish, FinishReason, RequestError, TokenEvent},
     schedule::{Decision, Refusal, Resources, View, Views, schedule},
     sequence::{Place, Sequence},
@@ -126,7 +125,6 @@ impl<B: Backend> Generator<B> {
             sequence.cost.cached_tokens = sequence.cached as u32;
             sequence.times.started = Some(now);
         }
-        sequence.stops = Stops::new(sequence.tokens.len(), sequence.request.turn_start);
         sequence.place = Some(Place { slot, table });
         match self.media_features(&sequence) {
             Ok(features) => {

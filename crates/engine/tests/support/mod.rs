@@ -1,0 +1,94 @@
+//! The micro model and runs of it.
+#![allow(dead_code, reason = "each test program uses its part")]
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use glimmer_checkpoint::Checkpoint;
+use glimmer_engine::{Flow, Generator, Output, Request, SequenceId, Settings, request::Collector};
+use glimmer_model::vision::{DecodeLimits, Patches, Processors, RgbImage};
+use glimmer_tensor::cpu::Cpu;
+use safetensors::SafeTensors;
+
+/// Ids of the micro model's tokenizer.
+pub(crate) const REAL_VOCAB: usize = 3235;
+
+pub(crate) fn repository(path: &str) -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join(path)
+}
+
+pub(crate) fn checkpoint() -> Checkpoint {
+    Checkpoint::open(repository("models/micro-bf16")).unwrap()
+}
+
+pub(crate) fn load(settings: &Settings) -> Generator<Cpu> {
+    Generator::load(Cpu::new(1), &checkpoint(), settings).unwrap()
+}
+
+pub(crate) fn settings(sequences: usize, depth: usize) -> Settings {
+    Settings { sequences, depth, context: Some(2048), real_vocab: Some(REAL_VOCAB), rows: 96, ..Settings::default() }
+}
+
+/// The first tokens of documents without pictures, one after the other from the `index`-th on.
+pub(crate) fn document(index: usize, tokens: usize) -> Vec<u32> {
+    let text = std::fs::read_to_string(repository("data/eval/documents.jsonl")).unwrap();
+    let all = text
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap())
+        .filter(|v| v["images"].as_array().unwrap().is_empty())
+        .skip(index)
+        .flat_map(|v| {
+            v["input_ids"].as_array().unwrap().iter().map(|t| t.as_u64().unwrap() as u32).collect::<Vec<_>>()
+        });
+    let all: Vec<u32> = all.take(tokens).collect();
+    assert_eq!(all.len(), tokens);
+    all
+}
+
+/// A prompt with a picture.
+pub(crate) fn image_prompt() -> (Vec<u32>, Patches) {
+    let checkpoint = checkpoint();
+    let vision = checkpoint.config().vision.clone().unwrap();
+    let flat = checkpoint.file("preprocessor_config.json").unwrap();
+    let processors = Processors::from_files(&vision, None, Some(flat.as_slice())).unwrap();
+    let png = std::fs::read(repository("data/goldens/micro/image_direct.png")).unwrap();
+    let patches = processors.image.image(&RgbImage::decode(&png, DecodeLimits::default()).unwrap());
+    let bytes = std::fs::read(repository("data/goldens/micro/image_direct.safetensors")).unwrap();
+    let file = SafeTensors::deserialize(&bytes).unwrap();
+    let ids = file.tensor("input_ids").unwrap();
+    let prompt = ids.data().as_chunks::<4>().0.iter().map(|b| u32::from_le_bytes(*b)).collect();
+    (prompt, patches)
+}
+
+/// Every slot and page is free or kept by nobody but the prefix cache.
+pub(crate) fn everything_is_back(generator: &Generator<Cpu>) {
+    let (pools, all) = (generator.pools(), generator.pools().all());
+    assert_eq!((pools.free().slots, pools.free().pages + pools.idle()), (all.slots, all.pages));
+}
+
+/// Runs all requests, each submitted when so many steps have been made, and checks the order of events.
+pub(crate) fn run(generator: &mut Generator<Cpu>, mut requests: Vec<(usize, Request)>) -> Vec<Output> {
+    requests.reverse();
+    let mut order = Vec::new();
+    let mut streams: BTreeMap<SequenceId, Collector> = BTreeMap::new();
+    let mut outputs: BTreeMap<SequenceId, Output> = BTreeMap::new();
+    for step in 0.. {
+        while requests.last().is_some_and(|(when, _)| *when <= step) {
+            order.push(generator.submit(requests.pop().unwrap().1).unwrap());
+        }
+        let busy = generator
+            .step(&mut |sequence, event| {
+                assert!(!outputs.contains_key(&sequence), "nothing follows the end");
+                assert!(!event.tokens.is_empty() || event.finish.is_some(), "no event without news");
+                if let Some(output) = streams.entry(sequence).or_default().take(event) {
+                    outputs.insert(sequence, output);
+                }
+                Flow::Continue
+            })
+            .unwrap();
+        if !busy && requests.is_empty() {
+            break;
+        }
+    }
+    everything_is_back(generator);
+    order.iter().map(|id| outputs.remove(id).unwrap()).collect()
+}
