@@ -50,6 +50,8 @@ pub(crate) enum Command {
     MergeMtp(MergeMtpArgs),
     /// Rewrite only the quantization targets and the ignore list of an artifact's config.json
     FixConfig(FixConfigArgs),
+    /// Repeat a log of `serve --record-steps` and name the first difference; exit code 1 when there is one
+    Replay(ReplayArgs),
     /// Measure this machine
     #[command(subcommand)]
     Bench(BenchCommand),
@@ -388,6 +390,16 @@ pub(crate) struct FixConfigArgs {
     /// How config.json says what is not quantized
     #[arg(long, value_enum, default_value = "regex")]
     pub(crate) ignore_style: IgnoreStyle,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ReplayArgs {
+    /// The log
+    #[arg(value_name = "FILE")]
+    pub(crate) log: PathBuf,
+    /// Model directory that the log was recorded with (default: the embedded model)
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
 }
 
 #[derive(Debug, Subcommand)]

@@ -29,7 +29,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs one command. Exit codes: 0 done, 1 a check failed (`verify`), 2 an error.
+/// Runs one command. Exit codes: 0 done, 1 a check failed (`verify`, `replay`), 2 an error.
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let threads = open::threads(cli.threads);
     match cli.command {
@@ -45,6 +45,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Dequantize(args) => commands::dequantize::run(&args),
         Command::MergeMtp(args) => commands::mend::merge_mtp(&args),
         Command::FixConfig(args) => commands::mend::fix_config(&args),
+        Command::Replay(args) => commands::replay::run(&args, threads),
         Command::Bench(BenchCommand::Kernels(args)) => commands::bench::kernels(&args, threads),
         Command::Bench(BenchCommand::Model(args)) => commands::bench::model(&args, threads),
         Command::Bench(BenchCommand::Gptq(args)) => commands::bench::gptq(&args, threads),

@@ -72,6 +72,8 @@ impl Session {
             rows: CHUNK_ROWS,
             depth,
             real_vocab: Some(text.format.tokenizer().vocab_size()),
+            // One conversation: its newest turns.
+            state_checkpoints: 4,
             ..Settings::default()
         };
         let generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;

@@ -76,6 +76,8 @@ pub struct Generator<B: Backend> {
     depth: DepthControl,
     pub(crate) judge: RowJudge,
     stats: Stats,
+    /// Tokens since loading.
+    generated: u64,
     counters: Counters,
     /// What the queue waited for at the last step.
     queue: Waiting,
@@ -133,6 +135,7 @@ impl<B: Backend> Generator<B> {
             depth: DepthControl::new(settings.depth_policy.clone(), settings.depth)?,
             judge,
             stats: Stats::default(),
+            generated: 0,
             counters: Counters::default(),
             queue: Waiting::default(),
             poisoned: false,
@@ -203,7 +206,7 @@ impl<B: Backend> Generator<B> {
             page_use: (all - free) as f64 / all.max(1) as f64,
             backlog_tokens: backlog as u64,
             prefill_rate: self.rates.prefill_rate().unwrap_or(0.0),
-            generated_tokens: self.stats.decode_tokens,
+            generated_tokens: self.generated,
             record_error: self.recorder.as_ref().and_then(|r| r.error()).map(ToOwned::to_owned),
             dead: None,
             stuck: false,

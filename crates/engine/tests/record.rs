@@ -7,61 +7,12 @@ use std::{collections::BTreeMap, path::Path};
 
 use glimmer_engine::{
     EngineError, FinishReason, Flow, Generator, ReplayError, Replayed, Request, Sampling, SequenceId, Settings,
-    constraint::{Constraint, ConstraintError, Grammars, TokenMask},
+    constraint::Grammars as _,
     replay,
     request::{Collector, Structure},
 };
 use glimmer_tensor::cpu::Cpu;
-use support::{document, everything_is_back, image_prompt, load, settings};
-
-/// Tokens with even ids, then an end token.
-#[derive(Debug)]
-struct Even {
-    left: usize,
-    ends: Vec<u32>,
-    taken: usize,
-}
-
-impl Constraint for Even {
-    fn mask(&mut self, mask: &mut TokenMask) -> Result<(), ConstraintError> {
-        mask.fill(false);
-        if self.taken < self.left {
-            (20..mask.tokens() as u32).step_by(2).for_each(|token| mask.allow(token));
-        } else {
-            self.ends.iter().for_each(|&token| mask.allow(token));
-        }
-        Ok(())
-    }
-
-    fn advance(&mut self, token: u32) -> Result<(), ConstraintError> {
-        if self.taken >= self.left || token % 2 == 1 || token < 20 {
-            return Err(ConstraintError(format!("{token} may not come")));
-        }
-        self.taken += 1;
-        Ok(())
-    }
-
-    fn rollback(&mut self, tokens: usize) -> Result<(), ConstraintError> {
-        self.taken =
-            self.taken.checked_sub(tokens).ok_or_else(|| ConstraintError("nothing to take back".to_owned()))?;
-        Ok(())
-    }
-
-    fn valid_prefix(&mut self, tokens: &[u32]) -> usize {
-        tokens.iter().take_while(|&&token| token >= 20 && token % 2 == 0).count()
-    }
-}
-
-#[derive(Debug)]
-struct EvenGrammars(Vec<u32>);
-
-impl Grammars for EvenGrammars {
-    fn compile(&self, structure: &Structure) -> Result<Box<dyn Constraint>, ConstraintError> {
-        let Structure::Regex(text) = structure else { return Err(ConstraintError("expected a number".to_owned())) };
-        let left = text.parse().map_err(|_| ConstraintError("expected a number".to_owned()))?;
-        Ok(Box::new(Even { left, ends: self.0.clone(), taken: 0 }))
-    }
-}
+use support::{EvenGrammars, document, everything_is_back, image_prompt, load, settings};
 
 fn busy_settings() -> Settings {
     Settings { pages: Some(8), context: Some(320), state_checkpoints: 5, rows: 48, ..settings(3, 2) }
@@ -69,7 +20,7 @@ fn busy_settings() -> Settings {
 
 /// What happens before a step.
 enum Act {
-    Submit(Request),
+    Submit(Box<Request>),
     Abort(u64),
     Reset,
 }
@@ -87,24 +38,25 @@ fn acts(generator: &Generator<Cpu>) -> Vec<(u64, Act)> {
     let shaped =
         Request { structure: Some(Structure::Regex("25".to_owned())), ..Request::new(text[..40].to_vec(), 80) };
     let scored = Request { prompt_logprobs: Some(1), ..plain(90, 10) };
+    let submit = |request: Request| Act::Submit(Box::new(request));
     vec![
-        (0, Act::Submit(picture.clone())),
-        (0, Act::Submit(sampled.clone())),
-        (1, Act::Submit(shaped.clone())),
-        (2, Act::Submit(plain(150, 100))),
-        (4, Act::Submit(scored)),
-        (9, Act::Submit(plain(200, 90))),
-        (12, Act::Submit(picture)),
+        (0, submit(picture.clone())),
+        (0, submit(sampled.clone())),
+        (1, submit(shaped.clone())),
+        (2, submit(plain(150, 100))),
+        (4, submit(scored)),
+        (9, submit(plain(200, 90))),
+        (12, submit(picture)),
         (20, Act::Abort(6)),
         (25, Act::Abort(3)),
-        (25, Act::Submit(Request { cache_salt: Some("salt".to_owned()), ..plain(100, 40) })),
+        (25, submit(Request { cache_salt: Some("salt".to_owned()), ..plain(100, 40) })),
         (40, Act::Reset),
-        (41, Act::Submit(sampled)),
-        (45, Act::Submit(shaped)),
+        (41, submit(sampled)),
+        (45, submit(shaped)),
         // Three that all fit at first and grow until one has to give way.
-        (45, Act::Submit(Request::new(document(3, 50), 150).ignoring_eos())),
-        (45, Act::Submit(Request::new(document(4, 55), 150).ignoring_eos())),
-        (45, Act::Submit(Request::new(document(5, 60), 150).ignoring_eos())),
+        (45, submit(Request::new(document(3, 50), 150).ignoring_eos())),
+        (45, submit(Request::new(document(4, 55), 150).ignoring_eos())),
+        (45, submit(Request::new(document(5, 60), 150).ignoring_eos())),
     ]
 }
 
@@ -119,7 +71,7 @@ fn busy(generator: &mut Generator<Cpu>, grammars: &EvenGrammars) -> BTreeMap<Seq
             match acts.pop().unwrap().1 {
                 Act::Submit(request) => {
                     let constraint = request.structure.as_ref().map(|s| grammars.compile(s).unwrap());
-                    generator.submit_constrained(request, constraint).unwrap();
+                    generator.submit_constrained(*request, constraint).unwrap();
                 }
                 Act::Abort(id) => assert!(generator.abort(SequenceId(id)).is_some(), "sequence {id} is there"),
                 Act::Reset => generator.reset_prefix_cache(),

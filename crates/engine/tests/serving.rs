@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use glimmer_engine::{
     FinishReason, Flow, Generator, Output, Request, Sampling, SequenceId, Settings,
     policy::Policy,
-    request::{Collector, Media, MediaKind, RequestError},
+    request::{Collector, Media, MediaKind, RequestError, Structure},
 };
 use glimmer_tensor::cpu::Cpu;
 use support::{document, everything_is_back, load, run, settings};
@@ -113,7 +113,7 @@ fn a_hit_through_every_kind_of_state_equals_a_cold_prompt() {
     let text = document(2, 700);
     for depth in [0, 3] {
         let hit = |first: Request, second: Request, expected: u32| {
-            let plain = alone(&[second.clone()]);
+            let plain = alone(std::slice::from_ref(&second));
             let mut generator = load(&settings(1, depth));
             generator.generate(first, &mut |_| Flow::Continue).unwrap();
             let output = generator.generate(second, &mut |_| Flow::Continue).unwrap();
@@ -130,7 +130,7 @@ fn a_hit_through_every_kind_of_state_equals_a_cold_prompt() {
         // A boundary crossed while decoding, drafts or not: the next turn repeats the answer.
         for (prompt, new) in [(60, 30), (61, 29), (62, 28), (63, 27), (100, 60)] {
             let first = request(text[..prompt].to_vec(), new, 0);
-            let answer = alone(&[first.clone()]).remove(0).tokens;
+            let answer = alone(std::slice::from_ref(&first)).remove(0).tokens;
             let next = [&text[..prompt], &answer, &text[300..320]].concat();
             let boundary = (prompt as u32 + new - 1) / 64 * 64;
             hit(first, request(next, 40, 1), boundary);
@@ -238,7 +238,7 @@ fn a_request_with_unusable_rows_fails_alone_and_leaves_nothing() {
     patches.values.iter_mut().for_each(|value| *value = f32::NAN);
     let mut generator = load(&settings(4, 2));
     let media = generator.media(&prompt, vec![patches]).unwrap();
-    let broken = Request { media, ..request(prompt.clone(), 30, 0) };
+    let broken = Request { media, ..request(prompt, 30, 0) };
     let others: Vec<Request> = (0..4).map(|i| request(document(6 + i as usize, 80), 30, i)).collect();
     let mut arrivals: Vec<(usize, Request)> = others.iter().enumerate().map(|(i, r)| (i, r.clone())).collect();
     arrivals.insert(2, (1, broken.clone()));
@@ -279,7 +279,7 @@ fn pictures_and_salts_are_part_of_a_prefix() {
     assert_eq!(go(with(&own, None)), (first.0.clone(), most));
     assert_eq!(go(with(&other, None)).1, 0, "another picture in the same place");
     assert_eq!(go(with(&own, Some("a"))), (first.0.clone(), 0));
-    assert_eq!(go(with(&own, Some("a"))), (first.0.clone(), most));
+    assert_eq!(go(with(&own, Some("a"))), (first.0, most));
     let clip: Vec<Media> = own.iter().map(|m| Media { kind: MediaKind::Video, ..m.clone() }).collect();
     assert_eq!(go(with(&clip.into(), None)).1, 0);
     // The tower ran for each picture once; a hit behind a picture does not even ask.
@@ -296,6 +296,51 @@ fn every_length_that_passes_the_check_is_served_when_pages_are_scarce() {
     for (output, length) in outputs.iter().zip(lengths) {
         assert_eq!((output.tokens.len(), &output.finish), (256 - length, &FinishReason::Length));
     }
+}
+
+/// Reasoning of ten tokens at most, its end, then a shape of twelve even tokens and an end token.
+#[test]
+fn shapes_behind_reasoning_are_the_same_at_every_depth_and_over_preemption() {
+    const THINK_END: u32 = 301;
+    let requests: Vec<Request> = (0..4)
+        .map(|i| {
+            let mut request = request(document(i as usize, 52 + i as usize), 90, i);
+            (request.limits.ignore_eos, request.limits.min_tokens) = (false, 11);
+            request.structure = Some(Structure::Regex("60".to_owned()));
+            (request.starts_in_reasoning, request.thinking_budget) = (true, Some(10));
+            request
+        })
+        .collect();
+    let with = |sequences, depth, pages| Settings {
+        think_end: Some(THINK_END),
+        pages: Some(pages),
+        context: Some(256),
+        ..settings(sequences, depth)
+    };
+    let go = |settings: &Settings| {
+        let mut generator = load(settings);
+        let outputs = run(&mut generator, requests.iter().map(|r| (0, r.clone())).collect());
+        (outputs, generator.snapshot().counters.preemptions)
+    };
+    let (plain, _) = go(&with(1, 0, 16));
+    for output in &plain {
+        assert_eq!(
+            (output.tokens.len(), &output.finish),
+            (10 + 1 + 60, &FinishReason::EndToken),
+            "{:?}",
+            output.tokens
+        );
+        assert_eq!(output.tokens[10], THINK_END);
+        assert!(output.tokens[11..].iter().all(|token| token % 2 == 0));
+    }
+    for (depth, pages) in [(0, 5), (1, 16), (2, 5), (3, 16)] {
+        let (outputs, preemptions) = go(&with(4, depth, pages));
+        assert_eq!(tokens(&outputs), tokens(&plain), "depth {depth}, {pages} pages");
+        assert_eq!(preemptions > 0, pages == 5, "{preemptions} preemptions");
+    }
+    let mut generator = load(&with(1, 0, 16));
+    let lonely = generator.submit(requests[0].clone()).unwrap_err().to_string();
+    assert!(lonely.contains("structure"), "{lonely}");
 }
 
 #[test]

@@ -128,6 +128,8 @@ fn completer(
         rows: ROWS.max(input.batch * (input.draft_depth + 1)),
         depth: input.draft_depth,
         real_vocab: Some(text.format.tokenizer().vocab_size()),
+        // What questions share is their beginning; few states hold that.
+        state_checkpoints: 8,
         ..Settings::default()
     };
     EngineCompleter::load(Cpu::new(input.threads), checkpoint, &settings)

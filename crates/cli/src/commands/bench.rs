@@ -60,7 +60,14 @@ pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<Exi
     )?;
     writeln!(out, "{:>9}  {:>13}  {:>12}  {:>13}", "sequences", "prefill tok/s", "decode tok/s", "tokens a step")?;
     for sequences in [1, 4, 16] {
-        let settings = Settings { sequences, depth, context: Some(prompt + new + 1), rows: 256, ..Settings::default() };
+        let settings = Settings {
+            sequences,
+            depth,
+            context: Some(prompt + new + 1),
+            rows: 256,
+            state_checkpoints: 8,
+            ..Settings::default()
+        };
         let mut generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
         let vocabulary = generator.vocabulary();
         // The second round is measured; the first one touches every page.

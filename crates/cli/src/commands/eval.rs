@@ -62,6 +62,8 @@ fn tasks(args: &EvalArgs, checkpoint: &Checkpoint, text: &ModelText, threads: us
         rows: ROWS.max(batch * (depth + 1)),
         depth,
         real_vocab: Some(text.format.tokenizer().vocab_size()),
+        // What questions share is their beginning; few states hold that.
+        state_checkpoints: 8,
         ..Settings::default()
     };
     let options = EvalOptions {

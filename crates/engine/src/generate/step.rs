@@ -157,9 +157,9 @@ impl<B: Backend> Generator<B> {
             &mut sequence.event.tokens,
         )?;
         sequence.tokens.extend(sequence.event.tokens.iter().map(|token| token.id));
-        if !prefill {
-            self.stats.decode_tokens += sequence.event.tokens.len() as u64;
-        }
+        let new = sequence.event.tokens.len() as u64;
+        self.generated += new;
+        self.stats.decode_tokens += if prefill { 0 } else { new };
         if entry.drafts > 0 {
             self.stats.drafts.record(judged.judged, judged.accepted);
             self.depth.record(judged.judged, judged.accepted);

@@ -4,7 +4,11 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use glimmer_checkpoint::Checkpoint;
-use glimmer_engine::{Flow, Generator, Output, Request, SequenceId, Settings, request::Collector};
+use glimmer_engine::{
+    Flow, Generator, Output, Request, SequenceId, Settings,
+    constraint::{Constraint, ConstraintError, Grammars, TokenMask},
+    request::{Collector, Structure},
+};
 use glimmer_model::vision::{DecodeLimits, Patches, Processors, RgbImage};
 use glimmer_tensor::cpu::Cpu;
 use safetensors::SafeTensors;
@@ -73,7 +77,10 @@ pub(crate) fn run(generator: &mut Generator<Cpu>, mut requests: Vec<(usize, Requ
     let mut outputs: BTreeMap<SequenceId, Output> = BTreeMap::new();
     for step in 0.. {
         while requests.last().is_some_and(|(when, _)| *when <= step) {
-            order.push(generator.submit(requests.pop().unwrap().1).unwrap());
+            let request = requests.pop().unwrap().1;
+            let grammars = EvenGrammars(generator.model().config().eos_token_ids.clone());
+            let constraint = request.structure.as_ref().map(|structure| grammars.compile(structure).unwrap());
+            order.push(generator.submit_constrained(request, constraint).unwrap());
         }
         let busy = generator
             .step(&mut |sequence, event| {
@@ -91,4 +98,53 @@ pub(crate) fn run(generator: &mut Generator<Cpu>, mut requests: Vec<(usize, Requ
     }
     everything_is_back(generator);
     order.iter().map(|id| outputs.remove(id).unwrap()).collect()
+}
+
+/// Tokens with even ids, then an end token.
+#[derive(Debug)]
+struct Even {
+    left: usize,
+    ends: Vec<u32>,
+    taken: usize,
+}
+
+impl Constraint for Even {
+    fn mask(&mut self, mask: &mut TokenMask) -> Result<(), ConstraintError> {
+        mask.fill(false);
+        if self.taken < self.left {
+            (300..mask.tokens() as u32).step_by(2).for_each(|token| mask.allow(token));
+        } else {
+            self.ends.iter().for_each(|&token| mask.allow(token));
+        }
+        Ok(())
+    }
+
+    fn advance(&mut self, token: u32) -> Result<(), ConstraintError> {
+        if self.taken >= self.left || token % 2 == 1 || token < 300 {
+            return Err(ConstraintError(format!("{token} may not come")));
+        }
+        self.taken += 1;
+        Ok(())
+    }
+
+    fn rollback(&mut self, tokens: usize) -> Result<(), ConstraintError> {
+        self.taken =
+            self.taken.checked_sub(tokens).ok_or_else(|| ConstraintError("nothing to take back".to_owned()))?;
+        Ok(())
+    }
+
+    fn valid_prefix(&mut self, tokens: &[u32]) -> usize {
+        tokens.iter().take_while(|&&token| token >= 300 && token % 2 == 0).count()
+    }
+}
+
+#[derive(Debug)]
+pub(crate) struct EvenGrammars(pub(crate) Vec<u32>);
+
+impl Grammars for EvenGrammars {
+    fn compile(&self, structure: &Structure) -> Result<Box<dyn Constraint>, ConstraintError> {
+        let Structure::Regex(text) = structure else { return Err(ConstraintError("expected a number".to_owned())) };
+        let left = text.parse().map_err(|_| ConstraintError("expected a number".to_owned()))?;
+        Ok(Box::new(Even { left, ends: self.0.clone(), taken: 0 }))
+    }
 }
