@@ -12,6 +12,7 @@ mod demo;
 mod engine;
 mod error;
 mod evaluate;
+pub mod exactness;
 mod exponential;
 mod kld;
 mod local;

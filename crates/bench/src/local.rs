@@ -169,7 +169,11 @@ impl<C: Completer> Answerer for LocalAnswerer<'_, C> {
     }
 }
 
-fn prompt(text: &ModelText, pictures: Option<&PictureReader>, question: &Question<'_>) -> Result<Prompted, BenchError> {
+pub(crate) fn prompt(
+    text: &ModelText,
+    pictures: Option<&PictureReader>,
+    question: &Question<'_>,
+) -> Result<Prompted, BenchError> {
     let mut variables = Map::new();
     variables.insert("enable_thinking".to_owned(), question.thinking.into());
     let input = ChatInput {

@@ -410,6 +410,27 @@ pub(crate) enum BenchCommand {
     Model(BenchModelArgs),
     /// The GPTQ solve against the machine's f32 rate
     Gptq(BenchGptqArgs),
+    /// Whether answers depend on prefix cache, drafts, chunks, company or preemption (they must not)
+    Exactness(BenchExactnessArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchExactnessArgs {
+    /// Model directory (default: the embedded model)
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Directory with the task files and documents.jsonl
+    #[arg(long, value_name = "DIR", default_value = "data/eval")]
+    pub(crate) data: PathBuf,
+    /// Prompts: text, tools, pictures and long contexts in turn
+    #[arg(long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) prompts: u32,
+    /// Seed of the order in which sequences join and leave
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub(crate) seed: u64,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
 }
 
 #[derive(Debug, Args)]

@@ -5,6 +5,7 @@ pub(crate) mod chat;
 pub(crate) mod demo;
 pub(crate) mod dequantize;
 pub(crate) mod eval;
+pub(crate) mod exactness;
 pub(crate) mod generate;
 pub(crate) mod inspect;
 pub(crate) mod mend;

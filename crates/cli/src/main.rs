@@ -49,5 +49,6 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(BenchCommand::Kernels(args)) => commands::bench::kernels(&args, threads),
         Command::Bench(BenchCommand::Model(args)) => commands::bench::model(&args, threads),
         Command::Bench(BenchCommand::Gptq(args)) => commands::bench::gptq(&args, threads),
+        Command::Bench(BenchCommand::Exactness(args)) => commands::exactness::run(&args, threads),
     }
 }

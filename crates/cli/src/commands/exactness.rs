@@ -1,0 +1,93 @@
+//! `glimmer bench exactness`: whether an answer depends on how the engine got there.
+
+use std::{io::Write as _, path::Path, process::ExitCode};
+
+use anyhow::{Context as _, bail};
+use glimmer_bench::{
+    Document, ModelText, PictureReader, Task,
+    exactness::{Base, Cell, Comparison, cases, matrix, scenes},
+    read_documents, read_task,
+};
+use glimmer_engine::Settings;
+use glimmer_tensor::Cpu;
+use serde_json::json;
+
+use crate::{args::BenchExactnessArgs, open, output::OutputFile};
+
+/// Longest prompt with its answer, unless the model's own context is shorter.
+const CONTEXT_TOKENS: usize = 1 << 13;
+
+/// Runs matrix and scenes. Exit code 1 when something differs.
+pub(crate) fn run(args: &BenchExactnessArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let file = OutputFile::prepare_optional(args.json.as_deref())?;
+    let checkpoint = open::model(args.model.as_deref())?;
+    let text = ModelText::read(&checkpoint)?;
+    let (tasks, documents) = read(&args.data)?;
+    let context = checkpoint.config().text.max_position_embeddings.min(CONTEXT_TOKENS);
+    let pictures = PictureReader::load(&checkpoint)?;
+    let cases = cases(&text, pictures.as_ref(), &tasks, &documents, args.prompts as usize, context)?;
+    if cases.is_empty() {
+        bail!("no prompt of {} fits the context of {context} tokens", args.data.display());
+    }
+    let settings = Settings { real_vocab: Some(text.format.tokenizer().vocab_size()), ..Settings::default() };
+    let base = Base { settings, context, seed: args.seed };
+    let mut out = anstream::stdout().lock();
+    writeln!(out, "{}, {threads} threads, {} prompts", checkpoint.location(), cases.len())?;
+    writeln!(out, "{HEADER}")?;
+    // A line that cannot be written must not end the comparison; the last write reports it.
+    let mut print = |comparison: &Comparison| {
+        let _reported_at_the_end = writeln!(out, "{}", line(comparison)).and_then(|()| out.flush());
+    };
+    let mut backend = || Cpu::new(threads);
+    let mut comparisons = scenes(&mut backend, &checkpoint, &cases, &base, &mut print)?;
+    comparisons.extend(matrix(&mut backend, &checkpoint, &cases, &Cell::all(), &base, &mut print)?);
+    let different: usize = comparisons.iter().map(|c| c.different).sum();
+    let tokens: usize = comparisons.iter().map(|c| c.tokens).sum();
+    for difference in comparisons.iter().flat_map(|c| &c.differences) {
+        writeln!(out, "  {difference}")?;
+    }
+    writeln!(out, "{} conditions, {tokens} tokens compared, {different} answers differ", comparisons.len())?;
+    if let Some(file) = file {
+        file.finish_json(&json!({"model": checkpoint.location(), "threads": threads, "prompts": cases.len(),
+            "seed": args.seed, "comparisons": comparisons}))?;
+    }
+    Ok(if comparisons.iter().all(Comparison::holds) { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+const HEADER: &str = "answers   tokens   cached  drafted in  preempted  differ  condition";
+
+fn line(c: &Comparison) -> String {
+    format!(
+        "{:7} {:8} {:8} {:11} {:10} {:7}  {}",
+        c.answers, c.tokens, c.cached_tokens, c.accepted_drafts, c.preemptions, c.different, c.condition
+    )
+}
+
+/// All task files of a directory, by name, and its documents.
+fn read(directory: &Path) -> anyhow::Result<(Vec<Task>, Vec<Document>)> {
+    const DOCUMENTS: &str = "documents.jsonl";
+    let entries = std::fs::read_dir(directory).with_context(|| {
+        format!("cannot read {}: name the directory of task files with --data", directory.display())
+    })?;
+    let mut names = Vec::new();
+    for entry in entries {
+        let path = entry.with_context(|| format!("cannot read {}", directory.display()))?.path();
+        if path.extension().is_some_and(|extension| extension == "jsonl") {
+            names.push(path);
+        }
+    }
+    names.sort();
+    let (mut tasks, mut documents) = (Vec::new(), Vec::new());
+    for path in names {
+        let (name, text) = (path.display().to_string(), open::text(&path)?);
+        if path.file_name().is_some_and(|file| file == DOCUMENTS) {
+            documents = read_documents(&name, &text)?;
+        } else {
+            tasks.push(read_task(&name, &text)?);
+        }
+    }
+    if tasks.is_empty() {
+        bail!("{} holds no task files (*.jsonl)", directory.display());
+    }
+    Ok((tasks, documents))
+}
