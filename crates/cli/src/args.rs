@@ -29,6 +29,9 @@ pub(crate) enum Command {
     Demo(DemoArgs),
     /// What a model directory or a config.json holds: groups, bytes, what is quantized
     Inspect(InspectArgs),
+    /// What a model and the flags of a server need of memory on each device, and what fits; exit code 1 when it does not
+    #[command(disable_help_flag = true)]
+    Plan(PlanArgs),
     /// Quantize the routed experts of a BF16 (or block-FP8) checkpoint to INT4, keep all else byte for byte
     Quantize(QuantizeArgs),
     /// Check an artifact with static gates; exit code 1 when one fails
@@ -84,6 +87,13 @@ pub(crate) struct InspectArgs {
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct PlanArgs {
+    /// Model directory or a lone config.json (default: the embedded model), then flags of a server; --help lists them
+    #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "MODEL AND FLAGS")]
+    pub(crate) arguments: Vec<String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]

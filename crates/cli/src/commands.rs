@@ -9,6 +9,7 @@ pub(crate) mod exactness;
 pub(crate) mod generate;
 pub(crate) mod inspect;
 pub(crate) mod mend;
+pub(crate) mod plan;
 pub(crate) mod quantize;
 pub(crate) mod replay;
 pub(crate) mod serve;

@@ -36,6 +36,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Serve(args) => commands::serve::run(&args.flags, cli.threads),
         Command::Demo(args) => commands::demo::run(&args, threads),
         Command::Inspect(args) => commands::inspect::run(&args),
+        Command::Plan(args) => commands::plan::run(&args),
         Command::Quantize(args) => commands::quantize::run(&args, threads),
         Command::Verify(args) => commands::verify::run(&args),
         Command::Generate(args) => commands::generate::run(&args, threads),

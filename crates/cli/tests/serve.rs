@@ -126,6 +126,51 @@ fn the_embedded_model_answers_and_a_signal_ends_it() {
     assert!(output.stdout.is_empty());
 }
 
+/// The JSON body of an answer.
+fn body(answer: &str) -> serde_json::Value {
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200"), "{answer}");
+    serde_json::from_str(body).unwrap()
+}
+
+#[test]
+fn answers_have_the_shape_that_was_asked_for() {
+    let drafts = r#"{"method": "mtp", "num_speculative_tokens": 2}"#;
+    let parsers = ["--reasoning-parser", "glm45", "--tool-call-parser", "glm47", "--enable-auto-tool-choice"];
+    let model = micro();
+    let server = Server::start(&[&[model.as_str(), "--speculative-config", drafts][..], &parsers].concat());
+    let ask = |more: &str| {
+        let question = r#""messages": [{"role": "user", "content": "What is 423 minus 269?"}], "max_tokens": 400"#;
+        server.post("/v1/chat/completions", &format!("{{{question}, {more}}}"))
+    };
+    let schema = r#"{"type": "object", "properties": {"n": {"type": "integer", "minimum": 100, "maximum": 999}, "sure":
+        {"type": "boolean"}}, "required": ["n", "sure"], "additionalProperties": false}"#;
+    for seed in 0..3 {
+        let format = format!(r#"{{"type": "json_schema", "json_schema": {{"name": "x", "schema": {schema}}}}}"#);
+        let answer = body(&ask(&format!(r#""response_format": {format}, "seed": {seed}"#)));
+        let message = &answer["choices"][0]["message"];
+        let found: serde_json::Value = serde_json::from_str(message["content"].as_str().unwrap()).unwrap();
+        assert!((100..1000).contains(&found["n"].as_i64().unwrap()) && found["sure"].is_boolean(), "{found}");
+        let choice = body(&ask(&format!(r#""structured_outputs": {{"choice": ["left", "right"]}}, "seed": {seed}"#)));
+        let text = choice["choices"][0]["message"]["content"].as_str().unwrap();
+        assert!(["left", "right"].contains(&text), "{text}");
+        let tool = r#"{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object", "properties":
+            {"row": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["row"]}}}"#;
+        let call = body(&ask(&format!(r#""tools": [{tool}], "tool_choice": "required", "seed": {seed}"#)));
+        let calls = call["choices"][0]["message"]["tool_calls"].as_array().unwrap();
+        assert!(!calls.is_empty() && call["choices"][0]["message"]["content"].is_null(), "{call}");
+        for call in calls {
+            let arguments: serde_json::Value =
+                serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
+            assert_eq!(call["function"]["name"], "lookup");
+            assert!((1..10).contains(&arguments["row"].as_i64().unwrap()), "{arguments}");
+        }
+    }
+    let refused = ask(r#""response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema":
+        {"type": "object", "properties": {"a": {"type": "what"}}}}}"#);
+    assert!(refused.starts_with("HTTP/1.1 400") && refused.contains("json_schema/properties/a: "), "{refused}");
+}
+
 #[test]
 fn drafts_and_json_log_lines() {
     let drafts = r#"{"method": "mtp", "num_speculative_tokens": 2}"#;

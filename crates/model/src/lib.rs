@@ -12,6 +12,7 @@
 //! | `weights` | names to weights, BF16 or INT4 |
 //! | `workspace`, `limits` | what is allocated, once |
 //! | `observer` | windows into a pass |
+//! | `plan` | what a model needs of memory, without loading it |
 //! | `vision` | pictures and clips to features |
 //! | `streaming` | one layer at a time, for the quantizer |
 //!
@@ -28,6 +29,7 @@ mod mla;
 mod moe;
 mod mtp;
 mod observer;
+pub mod plan;
 pub mod streaming;
 mod trunk;
 pub mod vision;

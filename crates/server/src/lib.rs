@@ -26,6 +26,7 @@ pub mod logprobs;
 pub mod messages;
 pub mod metrics;
 pub mod open;
+pub mod plan;
 pub mod port;
 pub mod prepare;
 pub mod responses;

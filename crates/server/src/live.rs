@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use glimmer_checkpoint::Checkpoint;
+use glimmer_engine::constraint::Grammars;
 use glimmer_engine::depth::{DepthPolicy, DepthTable};
 use glimmer_engine::policy::{Order, Policy};
 use glimmer_engine::request::TokenEvent;
@@ -14,7 +15,7 @@ use glimmer_engine::{EngineError, Generator};
 use glimmer_model::{Limits, cache_shape};
 use glimmer_tensor::cpu::CpuCache;
 use glimmer_tensor::{Cpu, PAGE_TOKENS};
-use glimmer_text::Tokenizer;
+use glimmer_text::{GrammarCompiler, Tokenizer};
 
 use crate::engine::{Asked, Counters, Engine, EventSender, Model, Refusal, Status, Ticket};
 use crate::flags::config::MaxModelLen;
@@ -130,6 +131,8 @@ pub fn load_cpu(threads: usize, checkpoint: Checkpoint, config: &ServeConfig) ->
     // Files are read before weights: what is wrong with them shows at once.
     let mut model = Model::open(&checkpoint, config, length(sizes.length), None)?;
     let settings = settings(&checkpoint, config, &sizes, depth, model.format.tokenizer())?;
+    let ends = settings.end_tokens.as_deref().unwrap_or(&checkpoint.config().text.eos_token_ids);
+    model.grammars = grammars(&model, ends);
     let record = config.record_steps.clone();
     let load = move || {
         let mut generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
@@ -142,6 +145,17 @@ pub fn load_cpu(threads: usize, checkpoint: Checkpoint, config: &ServeConfig) ->
     model.max_model_len = facts.rules.context;
     announce(&facts);
     Ok(Loaded { engine: Arc::new(Live::new(worker)), model })
+}
+
+/// Grammars over the model's tokens. A model whose answers never end by themselves is served without.
+fn grammars(model: &Model, ends: &[u32]) -> Option<Arc<dyn Grammars>> {
+    match GrammarCompiler::new(model.format.tokenizer(), ends) {
+        Ok(compiler) => Some(Arc::new(compiler)),
+        Err(error) => {
+            tracing::warn!("answers cannot be given a shape: {error}");
+            None
+        }
+    }
 }
 
 fn announce(facts: &Facts) {

@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use glimmer_checkpoint::Checkpoint;
+use glimmer_checkpoint::{Checkpoint, TextConfig};
 use glimmer_engine::constraint::Grammars;
 use glimmer_model::vision::{Processors, VisionError};
 use glimmer_text::{ChatFormat, ChatTemplate, TextError, Tokenizer};
@@ -52,7 +52,12 @@ impl ModelShape {
     /// What flags have to fit.
     #[must_use]
     pub fn of(checkpoint: &Checkpoint) -> Self {
-        let text = &checkpoint.config().text;
+        Self::of_text(&checkpoint.config().text)
+    }
+
+    /// What flags have to fit of a configuration.
+    #[must_use]
+    pub fn of_text(text: &TextConfig) -> Self {
         let count = |number: usize| u32::try_from(number).unwrap_or(u32::MAX);
         Self {
             attention_heads: count(text.mla.num_heads),

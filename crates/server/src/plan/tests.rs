@@ -1,0 +1,105 @@
+use glimmer_checkpoint::Config;
+
+use super::*;
+use crate::flags::Settings;
+
+fn made(arguments: &str) -> Result<Report, FlagError> {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/glm-5.3-flash/config.json");
+    let config = Config::from_file(path).expect("the model's configuration");
+    let arguments: Vec<String> = arguments.split_whitespace().map(str::to_owned).collect();
+    let (request, rest) = PlanRequest::take(&arguments)?;
+    let settings = Settings::parse(&rest, &|_| None, &|_| Err(std::io::Error::other("no files")))?;
+    plan(&config, &request, settings)
+}
+
+const MTP: &str = r#"--speculative-config {"method":"mtp","num_speculative_tokens":2}"#;
+
+#[test]
+fn one_card_is_too_small_and_four_fit() {
+    let one = made("--as-w4a16 --device cuda").expect("a plan");
+    assert!(!one.fits());
+    let text = one.to_text();
+    assert!(
+        text.contains("does not fit: weights, activations and reserve take") && text.contains("--tensor-parallel-size"),
+        "{text}"
+    );
+    let four = made(&format!("--as-w4a16 -tp 4 --max-num-seqs 256 --max-model-len 262144 {MTP}")).expect("a plan");
+    let Fit::Fits { sequences, checkpoints, pages, capacity_tokens, concurrency, .. } = four.fit else {
+        panic!("{}", four.to_text())
+    };
+    assert_eq!((sequences, checkpoints, capacity_tokens), (256, 64, pages * 64));
+    assert!(concurrency >= 1.0);
+    let used = four.needs.fixed()
+        + four.reserve_bytes
+        + (sequences + checkpoints) * four.needs.slot.total()
+        + pages * four.needs.page;
+    assert!(used <= four.usable_bytes && four.usable_bytes - used < four.needs.page);
+    assert_eq!(four.to_json()["fit"]["pages"], pages);
+}
+
+#[test]
+fn what_the_flags_ask_changes_the_plan() {
+    let base = made("--as-w4a16 -tp 4").expect("a plan");
+    let drafts = made(&format!("--as-w4a16 -tp 4 {MTP}")).expect("a plan");
+    assert!(
+        drafts.needs.weights_total() > base.needs.weights_total()
+            && drafts.needs.slot.records > base.needs.slot.records
+    );
+    let text_only = made("--as-w4a16 -tp 4 --language-model-only").expect("a plan");
+    assert!(text_only.needs.weights_total() < base.needs.weights_total());
+    let fewer_rows = made("--as-w4a16 -tp 4 --max-num-batched-tokens 1024").expect("a plan");
+    assert!(fewer_rows.needs.activations < base.needs.activations / 4);
+    let narrow = made("--as-w4a16 -tp 4 --kv-cache-dtype bfloat16").expect("a plan");
+    assert_eq!(narrow.needs.page * 2, base.needs.page);
+    let no_prefixes = made("--as-w4a16 -tp 4 --no-enable-prefix-caching").expect("a plan");
+    assert!(matches!(no_prefixes.fit, Fit::Fits { checkpoints: 0, .. }), "{}", no_prefixes.to_text());
+    let small = made("--as-w4a16 -tp 4 --kv-cache-memory-bytes 2G --max-model-len auto").expect("a plan");
+    let Fit::Fits { sequences, pages, .. } = small.fit else { panic!("{}", small.to_text()) };
+    assert!(sequences < small.max_num_seqs && pages * 64 >= small.max_model_len, "{}", small.to_text());
+    assert!(small.to_text().contains("fits; --max-num-seqs 1024: the cache holds"), "{}", small.to_text());
+    let short = made("--as-w4a16 -tp 4 --kv-cache-memory-bytes 1G --max-model-len 1000000").expect("a plan");
+    assert!(short.to_text().contains("the longest that fits is about"), "{}", short.to_text());
+    let host = made("--as-w4a16 --device cpu --device-memory 400 --max-model-len 8192").expect("a plan");
+    assert!(host.fits() && host.cache_bytes == 4 << 30 && host.ranks == 1, "{}", host.to_text());
+    let much = made("--as-w4a16 -tp 4 --kv-cache-memory-bytes 500G").expect("a plan");
+    assert!(much.to_text().contains("is more than what is left"), "{}", much.to_text());
+}
+
+#[test]
+fn wrong_arguments_are_named() {
+    for (arguments, part) in [
+        ("--device-memory", "--device-memory takes a number, found nothing"),
+        ("--block-bytes x", "--block-bytes takes a number, found x"),
+        ("-tp 3", "must divide"),
+        ("--no-such-flag", "no-such-flag"),
+    ] {
+        let error = made(arguments).expect_err(arguments);
+        assert!(error.to_string().contains(part), "{arguments}: {error}");
+    }
+}
+
+#[test]
+fn published_pools_come_out_of_the_flags() {
+    // Bytes of the cache, flags, blocks, reported tokens.
+    let rows = [
+        (82_177_708_032_u64, format!("-tp 4 --max-model-len 262144 --no-enable-prefix-caching {MTP}"), 5624, 6_194_528),
+        (35_411_292_672, format!("-tp 2 --max-model-len 262144 --no-enable-prefix-caching {MTP}"), 1283, 2_567_410),
+        (36_791_311_872, format!("-tp 2 --max-model-len 1048576 --no-enable-prefix-caching {MTP}"), 1333, 2_840_958),
+        (101_317_762_560, format!("-tp 8 --max-model-len 262144 --no-enable-prefix-caching {MTP}"), 12_481, 7_790_045),
+        (41_267_850_624, "-tp 4 --max-model-len 1048576".to_owned(), 3081, 3_511_589),
+        (
+            3 << 30,
+            "-tp 2 --max-model-len 262144 --no-enable-prefix-caching --drafter-blocks 49 --block-bytes 13830000 \
+             --speculative-config {\"method\":\"dflash\",\"model\":\"drafter\",\"num_speculative_tokens\":7}"
+                .to_owned(),
+            232,
+            310_292,
+        ),
+    ];
+    for (bytes, flags, blocks, tokens) in rows {
+        let report = made(&format!("--as-w4a16 --like-vllm --kv-cache-memory-bytes {bytes} {flags}")).expect("a plan");
+        let vllm = report.like_vllm.expect("asked for");
+        assert_eq!((vllm.blocks, vllm.reported_tokens), (blocks, tokens), "{flags}");
+        assert!(report.to_text().contains(&tokens.to_string()));
+    }
+}
