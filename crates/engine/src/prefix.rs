@@ -12,7 +12,7 @@
 //! - A node's parent is in the tree, so the chain of every state is complete. Only leaves are evicted, and a state goes with
 //!   its page.
 //! - Whoever holds the page of a node holds the pages of all its ancestors: [`PrefixTree::publish`] exchanges pages for
-//!   equal ones that are there already, and a hit lends the whole chain. Hence every idle page ([`Pools::idle`]) can be
+//!   equal ones that are there already and adds none that others hold, and a hit lends the whole chain. Hence every idle page ([`Pools::idle`]) can be
 //!   evicted, and their number is that of the evictable pages.
 //!
 //! # Order of eviction
@@ -260,6 +260,11 @@ impl PrefixTree {
                 }
                 None => {
                     let page = &table.pages()[index];
+                    // Another holder, from before the tree was cleared, may hold other pages for the beginning than the tree
+                    // has by now; as a child of those the page would keep them from being evicted while nobody holds them.
+                    if page.has_other_holders() {
+                        break;
+                    }
                     // A page has one name; that of a sequence whose tokens changed stays what it was.
                     let Some(kept) = self.pools.keep(page) else { break };
                     let node = Node {

@@ -315,6 +315,22 @@ fn clearing_forgets_and_takes_nothing_from_sequences() {
 }
 
 #[test]
+fn pages_shared_since_before_a_clearing_never_pin_pages_that_nobody_holds() {
+    let mut bench = Bench::new(3, 8);
+    let mut first = bench.run(&tokens(1, 3));
+    bench.save(&first, 128).unwrap();
+    let second = bench.look(&tokens(1, 3)).unwrap();
+    bench.tree.clear();
+    // The tree knows the first page by another sequence's copy; `first` takes that in exchange, `second` does not.
+    let third = bench.run(&tokens(1, 1));
+    assert_eq!(bench.tree.publish(&mut first.table, &first.keys, 192), 0, "the second page has two holders");
+    drop((first, third));
+    assert_eq!((bench.tree.evictable_pages(), bench.tree.evict_pages(9)), (1, 1), "what counts as idle can be evicted");
+    drop(second);
+    assert_eq!(bench.pools.free(), bench.pools.all());
+}
+
+#[test]
 fn growing_evicts_what_it_needs_and_nothing_in_vain() {
     let mut bench = Bench::new(0, 6);
     drop(bench.run(&tokens(1, 4)));
