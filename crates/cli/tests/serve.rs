@@ -84,6 +84,12 @@ impl Server {
         self.try_send("POST", path, body).unwrap()
     }
 
+    fn until_metrics_say(&self, needle: &str) {
+        while !self.try_send("GET", "/metrics", "").unwrap().contains(needle) {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
     /// Asks it to stop and gives what it left behind.
     fn stop(mut self) -> Output {
         let child = self.child.take().unwrap();
@@ -238,27 +244,19 @@ fn a_full_queue_answers_at_once() {
     let mut byte = [0];
     (&running).read_exact(&mut byte).unwrap();
     let waiting = open();
-    let refused = loop {
-        let answer = server.post("/v1/completions", &body.replace("4000", "1"));
-        if answer.starts_with("HTTP/1.1 503") {
-            break answer;
-        }
-    };
+    server.until_metrics_say("vllm:num_requests_waiting{model_name=\"embedded\",engine=\"0\"} 1");
+    let refused = server.post("/v1/completions", &body.replace("4000", "1"));
+    assert!(refused.starts_with("HTTP/1.1 503"), "{refused}");
     assert!(
         refused.to_ascii_lowercase().contains("retry-after: ") && refused.contains("Service Unavailable"),
         "{refused}"
     );
     // Whoever goes away makes room.
     drop((running, waiting));
-    let served = loop {
-        let answer = server.post("/v1/completions", r#"{"prompt": "one", "max_tokens": 1}"#);
-        if answer.starts_with("HTTP/1.1 200") {
-            break answer;
-        }
-    };
+    server.until_metrics_say("finished_reason=\"abort\"} 2");
+    let served = server.post("/v1/completions", r#"{"prompt": "one", "max_tokens": 1}"#);
+    assert!(served.starts_with("HTTP/1.1 200"), "{served}");
     assert!(served.to_ascii_lowercase().contains("x-estimated-ttft-ms: "), "{served}");
-    let metrics = server.try_send("GET", "/metrics", "").unwrap();
-    assert!(metrics.contains("finished_reason=\"abort\"} 2"), "{metrics}");
     assert!(server.stop().status.success());
 }
 
