@@ -9,6 +9,7 @@ use crate::{
     EngineError, Generator,
     pools::{PageTable, need},
     sampling::largest,
+    softmax::Weighing,
 };
 
 /// What a model says after one position.
@@ -85,21 +86,19 @@ impl<B: Backend> Generator<B> {
             for i in 0..rows {
                 let (_, values) = self.judge.scratch();
                 self.model.logits(i, values)?;
-                let logits = &mut values[..self.rules.vocabulary];
                 let at = position + i;
-                let top = log_softmax(logits).map_err(|reason| EngineError::NoToken { position: at + 1, reason })?;
-                row(&ScoredRow { position: at, log_probabilities: logits, top });
+                let top = log_softmax(values).map_err(|reason| EngineError::NoToken { position: at + 1, reason })?;
+                row(&ScoredRow { position: at, log_probabilities: &values[..self.rules.vocabulary], top });
             }
         }
         Ok(())
     }
 }
 
-/// Logits to log-probabilities in place, the sum in f64; gives the largest.
+/// Logits to log-probabilities in place, to the bit those of [`crate::logprobs`]; gives the largest.
 fn log_softmax(logits: &mut [f32]) -> Result<u32, &'static str> {
     let (top, max) = largest(logits)?;
-    let sum: f64 = logits.iter().map(|&l| (f64::from(l) - f64::from(max)).exp()).sum();
-    let log = f64::from(max) + sum.ln();
+    let log = f64::from(max) + Weighing::plain(max).mass(logits).ln();
     for logit in logits {
         *logit = (f64::from(*logit) - log) as f32;
     }
