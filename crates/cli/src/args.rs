@@ -72,7 +72,7 @@ pub(crate) struct DemoArgs {
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeArgs {
-    /// [MODEL] [FLAGS]
+    /// A model directory, if any, and flags
     #[arg(trailing_var_arg = true, allow_hyphen_values = true, value_name = "FLAGS")]
     pub(crate) flags: Vec<String>,
 }
