@@ -44,6 +44,8 @@ pub struct Case {
     pub max_tokens: u32,
     /// Ids that end the answer besides the model's own.
     pub stop_ids: Vec<u32>,
+    /// Goes on behind the model's own end tokens.
+    pub ignore_eos: bool,
     /// Where the last turn starts, as a front end would say.
     pub turn_start: Option<usize>,
 }
@@ -64,6 +66,7 @@ impl Case {
         request.id.clone_from(&self.id);
         request.sampling = self.sampling.clone();
         request.limits.stop_tokens.clone_from(&self.stop_ids);
+        request.limits.ignore_eos = self.ignore_eos;
         request.turn_start = self.turn_start;
         request
     }
@@ -139,6 +142,7 @@ fn short(text: &ModelText, pictures: Option<&PictureReader>, item: &Item, thinki
         sampling: Sampling::greedy(),
         max_tokens: NEW_TOKENS,
         stop_ids: prompted.stop_ids,
+        ignore_eos: false,
         turn_start,
     })
 }
@@ -159,6 +163,7 @@ fn long(text: &ModelText, documents: &[Document], index: usize, context: usize) 
         sampling: Sampling::greedy(),
         max_tokens: NEW_TOKENS_LONG,
         stop_ids: text.stop_ids.clone(),
+        ignore_eos: false,
         turn_start: None,
     }
 }

@@ -182,6 +182,7 @@ fn preempted<B: Backend>(
     for case in &mut cases {
         // Nobody may stop early, or the cache would hold them all.
         case.stop_ids.clear();
+        case.ignore_eos = true;
         case.sampling = Sampling { temperature: 0.9, seed: Some(case.ids.len() as i64), ..Sampling::default() };
     }
     let longest = cases.iter().map(|case| case.ids.len() + case.max_tokens as usize).max().unwrap_or(1);
