@@ -1,8 +1,8 @@
-//! The expert chain at this model's slices against the read rate of the same run.
+//! Kernels at this model's shapes against what the device does in the same run.
 
 use glimmer_cuda::{
     Cuda,
-    bench::{Chain, expert_chain, random_experts, read_rate},
+    bench::{Chain, FAMILIES, Row, ceilings, expert_chain, random_experts, read_rate},
 };
 
 /// Rows and the time of the best public chain measured on the same kind of device, by slice width.
@@ -37,9 +37,21 @@ const ANCHORS: [(usize, &[(usize, f64)]); 2] = [
     ),
 ];
 
+/// Families of kernels by name, every one when none is named.
+pub(crate) fn families(cuda: &mut Cuda, names: &[String]) -> usize {
+    let ceilings = ceilings(cuda).unwrap();
+    println!("{ceilings:.0?}\n{}", Row::HEADER);
+    for (name, family) in FAMILIES {
+        if names.is_empty() || names.iter().any(|n| n == name) {
+            family(cuda, &mut |row| println!("{}", row.line(&ceilings))).unwrap();
+        }
+    }
+    0
+}
+
 pub(crate) fn run(cuda: &mut Cuda, tune: bool, only: Option<usize>) -> usize {
     let rate = read_rate(cuda).unwrap();
-    println!("{}: {:.1} us, {:.0} GB/s", rate.name, rate.micros[0], rate.gigabytes());
+    println!("{}: {:.1} us, {:.0} GB/s", rate.kernel, rate.micros[0], rate.gigabytes());
     let limit = rate.gigabytes();
     for (width, anchors) in ANCHORS {
         let chain = |rows| Chain { experts: 288, top: 8, hidden: 4096, width, rows };
@@ -57,8 +69,8 @@ pub(crate) fn run(cuda: &mut Cuda, tune: bool, only: Option<usize>) -> usize {
                 for (i, row) in results.iter().enumerate() {
                     let [median, low, high] = row.micros;
                     print!(
-                        "{tuning:?} {:<40} {median:>8.1} us ({low:.1} .. {high:.1}) {:>6.0} GB/s {:>5.1} % {:>6.1} TFLOP/s",
-                        row.name,
+                        "{tuning:?} {:<40} M {rows} {median:>8.1} us ({low:.1} .. {high:.1}) {:>6.0} GB/s {:>5.1} % {:>6.1} TFLOP/s",
+                        row.kernel,
                         row.gigabytes(),
                         100.0 * row.gigabytes() / limit,
                         row.teraflops()

@@ -1,8 +1,8 @@
 //! Runs the CUDA backend beside the CPU backend on this machine: every stage over odd shapes, the micro model end to end,
-//! and the expert chain against the read rate. Prints tables; the exit code is not zero when something differs.
+//! and kernels against the limits of the device. Prints tables; the exit code is not zero when something differs.
 //!
-//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [experts] [micro] [bench [tune] [ROWS]]`, or `... compile`, which needs no
-//! device and fills the folder with the released model's kernels.
+//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [experts] [micro] [bench [tune] [ROWS]]
+//! [--kernels FAMILY[,FAMILY]]`, or `... compile`, which needs no device and fills the folder with the released model's kernels.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failure ends the program")]
 
@@ -29,19 +29,23 @@ fn compile(options: &Options) -> ExitCode {
 
 fn main() -> ExitCode {
     let mut options = Options::default();
-    let mut parts = Vec::new();
+    let (mut parts, mut families) = (Vec::new(), None);
     let mut arguments = std::env::args().skip(1);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--compiler" => options.compiler = arguments.next().map(Into::into),
             "--cache" => options.cache = arguments.next().map(Into::into),
+            "--kernels" => {
+                let names = arguments.next().unwrap_or_default();
+                families = Some(names.split(',').filter(|n| !n.is_empty()).map(str::to_owned).collect::<Vec<_>>());
+            }
             part => parts.push(part.to_owned()),
         }
     }
     if parts.iter().any(|p| p == "compile") {
         return compile(&options);
     }
-    let wanted = |part: &str| parts.is_empty() || parts.iter().any(|p| p == part);
+    let wanted = |part: &str| parts.is_empty() && families.is_none() || parts.iter().any(|p| p == part);
     let open = || match Cuda::open(&options) {
         Ok(cuda) => cuda,
         Err(error) => {
@@ -68,6 +72,9 @@ fn main() -> ExitCode {
     if wanted("bench") {
         failures +=
             bench::run(&mut open(), wanted("tune") && !parts.is_empty(), parts.iter().find_map(|p| p.parse().ok()));
+    }
+    if let Some(names) = &families {
+        failures += bench::families(&mut open(), names);
     }
     println!("{failures} failures");
     if failures == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }

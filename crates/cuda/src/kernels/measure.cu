@@ -1,5 +1,8 @@
 // What measurements need: random contents, a pure read.
 #include "common.cuh"
+#if __CUDA_ARCH_FEAT_SM90_ALL
+#include "wgmma.cuh"
+#endif
 
 DEVICE u32 mixed(u64 x) {
     x += 0x9e3779b97f4a7c15ull;
@@ -39,4 +42,51 @@ extern "C" __global__ void __launch_bounds__(512) read_all(const uint4 *from, u6
         x ^= v.x ^ v.y ^ v.z ^ v.w;
     }
     if (x == 0x12345678u) *out = x;
+}
+
+// Copies everything once.
+extern "C" __global__ void __launch_bounds__(512) copy_all(const uint4 *from, u64 count, uint4 *to) {
+    u64 i = (u64)blockIdx.x * 512 + threadIdx.x;
+    const u64 step = (u64)gridDim.x * 512;
+    for (; i + 3 * step < count; i += 4 * step) {
+        uint4 v[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) v[j] = load_stream(from + i + j * step);
+#pragma unroll
+        for (int j = 0; j < 4; j++) to[i + j * step] = v[j];
+    }
+    for (; i < count; i += step) to[i] = load_stream(from + i);
+}
+
+// Products of random halves, as fast as they go: `steps` products 64 x 128 x 16 a warpgroup.
+extern "C" __global__ void __launch_bounds__(512) multiply_all(int steps, u64 seed, float *out) {
+    float c[64] = {};
+    u32 a[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = mixed(seed * 77 + threadIdx.x * 4 + i) & 0xbbffbbffu;
+#if __CUDA_ARCH_FEAT_SM90_ALL
+    __shared__ __align__(1024) u32 b[128 * 32];
+    for (int i = threadIdx.x; i < 128 * 32; i += 512) b[i] = mixed(seed ^ i) & 0xbbffbbffu;
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    const u64 place = describe((u32)__cvta_generic_to_shared(b));
+    // The four warpgroups of a multiprocessor cover each other's waits.
+#pragma unroll 1
+    for (int i = 0; i < steps; i += 16) {
+        products_begin();
+#pragma unroll
+        for (int j = 0; j < 16; j++) Warpgroup<128>::multiply(c, a, place + 2 * (j % 4), 1);
+        products_commit();
+        products_done<0>();
+    }
+#else
+#pragma unroll 1
+    for (int i = 0; i < steps; i++)
+#pragma unroll
+        for (int j = 0; j < 16; j++) mma_half(*(float(*)[4])(c + 4 * j), a[0], a[1], a[2], a[3], a[j % 4], a[(j + 1) % 4]);
+#endif
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 64; i++) sum += c[i];
+    out[blockIdx.x * 512 + threadIdx.x] = sum;
 }

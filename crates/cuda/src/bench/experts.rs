@@ -1,48 +1,13 @@
-//! Measurements: the read rate of the device and the expert chain against it.
-//!
-//! A measurement captures several calls over rotating sets of weights in a graph, replays it, and takes the median of the
-//! replays. Contents are random, never zeros. The limit for streaming is the read rate measured in the same run.
+//! The chain of routed INT4 experts: work list with the rows in their slots, gate and up with SwiGLU, down, combination.
 
 use glimmer_tensor::{Backend, Experts, Linear, Result, Swiglu};
 
+use super::{Contents, Row, Unit, fill, timed};
 use crate::{
     backend::Cuda,
-    graph::Graph,
     kernels::moe,
-    launch::{Arguments, File, Grid},
-    memory::{Event, Memory},
     types::{CudaMatrix, GROUP, INT4_BLOCK_BYTES, INT4_ROWS, Kind, unique},
 };
-
-pub(crate) static FILE: File = File { name: "measure.cu", text: include_str!("kernels/measure.cu"), constants: &[] };
-
-/// Replays of a graph.
-const REPLAYS: usize = 15;
-
-/// A row of results.
-#[derive(Debug, Clone)]
-pub struct Row {
-    /// What was measured.
-    pub name: String,
-    /// Microseconds a call: median, 10th and 90th percentile.
-    pub micros: [f64; 3],
-    /// Bytes that must be read.
-    pub bytes: f64,
-    /// Arithmetic of the call.
-    pub flops: f64,
-}
-
-impl Row {
-    /// Bytes over time in GB/s.
-    pub fn gigabytes(&self) -> f64 {
-        self.bytes / self.micros[0] / 1e3
-    }
-
-    /// Operations over time in TFLOP/s.
-    pub fn teraflops(&self) -> f64 {
-        self.flops / self.micros[0] / 1e6
-    }
-}
 
 /// A slice of the experts and the work to be measured.
 #[derive(Debug, Clone, Copy)]
@@ -59,58 +24,11 @@ pub struct Chain {
     pub rows: usize,
 }
 
-fn fill(cuda: &Cuda, memory: &Memory, kind: i32) -> Result<()> {
-    let words = memory.bytes() / 4;
-    let arguments = Arguments::new().with(memory.address()).with(words as u64).with(unique()).with(kind);
-    let grid = Grid::new([words.div_ceil(256).clamp(1, 4096), 1, 1], 256);
-    Ok(cuda.kernels.launch(cuda.kernels.get(&FILE, &[], "fill")?, grid, arguments)?)
-}
-
-/// Runs `calls` of `call(i)` as a graph several times.
-fn timed(cuda: &mut Cuda, calls: usize, mut call: impl FnMut(&mut Cuda, usize) -> Result<()>) -> Result<[f64; 3]> {
-    for i in 0..calls {
-        call(cuda, i)?;
-    }
-    let device = cuda.device().clone();
-    let mut graph = Graph::capture(&device, || (0..calls).try_for_each(|i| call(cuda, i)))?;
-    for _ in 0..3 {
-        graph.launch()?;
-    }
-    let (start, end) = (Event::new(&device)?, Event::new(&device)?);
-    let mut times = Vec::with_capacity(REPLAYS);
-    for _ in 0..REPLAYS {
-        start.record()?;
-        graph.launch()?;
-        end.record()?;
-        end.wait()?;
-        times.push(end.micros_since(&start)? / calls as f64);
-    }
-    times.sort_by(f64::total_cmp);
-    Ok([times[REPLAYS / 2], times[REPLAYS / 10], times[REPLAYS - 1 - REPLAYS / 10]])
-}
-
-/// The read rate: 2 GiB read once.
-///
-/// # Errors
-/// Errors of the device.
-pub fn read_rate(cuda: &mut Cuda) -> Result<Row> {
-    let memory = cuda.memory.uninitialized("measurement", 2 << 30)?;
-    let out = cuda.memory.uninitialized("measurement", 4)?;
-    fill(cuda, &memory, 0)?;
-    let kernel = cuda.kernels.get(&FILE, &[], "read_all")?;
-    let blocks = 8 * cuda.device().properties().multiprocessors;
-    let micros = timed(cuda, 3, |cuda, _| {
-        let arguments = Arguments::new().with(memory.address()).with(memory.bytes() as u64 / 16).with(out.address());
-        Ok(cuda.kernels.launch(kernel, Grid::new([blocks, 1, 1], 512), arguments)?)
-    })?;
-    Ok(Row { name: "read 2 GiB".to_owned(), micros, bytes: memory.bytes() as f64, flops: 0.0 })
-}
-
 fn int4(cuda: &Cuda, out: usize, columns: usize) -> Result<Linear<Cuda>> {
     let data = cuda
         .memory
         .uninitialized("random weights", out.next_multiple_of(INT4_ROWS) / 8 * (columns / GROUP) * INT4_BLOCK_BYTES)?;
-    fill(cuda, &data, 2)?;
+    fill(cuda, &data, Contents::Int4)?;
     let weight = CudaMatrix { kind: Kind::Int4, out, columns, pitch: columns, data, id: unique() };
     Ok(Linear { weight, bias: None })
 }
@@ -149,7 +67,7 @@ pub fn expert_chain(
     let choices = rows * top;
     cuda.tuning = tuning;
     let x = cuda.buffer(rows, hidden)?;
-    fill(cuda, &x.memory, 1)?;
+    fill(cuda, &x.memory, Contents::Floats)?;
     let (mut act, mut shared) = (cuda.buffer(choices, width)?, cuda.buffer(1, 1)?);
     let mut out = cuda.buffer(rows, hidden)?;
     let mut routings = Vec::new();
@@ -169,7 +87,14 @@ pub fn expert_chain(
     let weights = 3.0 * (width * hidden) as f64;
     let bytes = distinct_mean * weights * (0.5 + 2.0 / 128.0);
     let flops = 2.0 * choices as f64 * weights;
-    let name = |what: &str| format!("{what} width {width} M {rows}");
+    let row = |what: &str, micros, share: f64| Row {
+        kernel: format!("experts, {width} features: {what}"),
+        rows,
+        micros,
+        bytes: share * bytes,
+        flops: share * flops,
+        unit: Unit::Tensor,
+    };
     let calls = 2 * ROUTINGS;
     let full = timed(cuda, calls, |cuda, i| {
         let (set, routing) = (&sets[i % sets.len()], &routings[i % ROUTINGS]);
@@ -187,12 +112,20 @@ pub fn expert_chain(
         moe::list_for(cuda, rows, &routings[i % ROUTINGS], &x)
     })?;
     cuda.tuning = None;
-    let rows = vec![
-        Row { name: name("chain"), micros: full, bytes, flops },
-        Row { name: name("list"), micros: lists, bytes: 0.0, flops: 0.0 },
-        Row { name: name("list + gate/up"), micros: up, bytes: bytes * 2.0 / 3.0, flops: flops * 2.0 / 3.0 },
-    ];
-    Ok((rows, distinct_mean as usize))
+    let parts = vec![row("chain", full, 1.0), row("list", lists, 0.0), row("list, gate and up", up, 2.0 / 3.0)];
+    Ok((parts, distinct_mean as usize))
+}
+
+/// Slices of two and of four ranks over all numbers of rows.
+pub(super) fn rows(cuda: &mut Cuda, report: &mut dyn FnMut(Row)) -> Result<()> {
+    for width in [1024, 512] {
+        let chain = |rows| Chain { experts: 288, top: 8, hidden: 4096, width, rows };
+        let sets = [random_experts(cuda, chain(1))?, random_experts(cuda, chain(1))?];
+        for rows in [1, 3, 8, 24, 96, 256, 768, 2048, 8192] {
+            expert_chain(cuda, chain(rows), &sets, None)?.0.into_iter().for_each(&mut *report);
+        }
+    }
+    Ok(())
 }
 
 /// `top` different experts for each row, ascending.
