@@ -1,33 +1,18 @@
 //! Generation on the micro model: goldens, speculation against plain decoding, batches against single runs, pools.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
-use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
+mod support;
+
+use std::sync::Arc;
 
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{
-    DraftSampling, EngineError, FinishReason, Flow, Generator, IndexSharing, Output, Request, Sampling, SequenceId,
-    Settings,
+    DraftSampling, EngineError, FinishReason, Flow, Generator, IndexSharing, Output, Request, Sampling, Settings,
     request::{Collector, Media},
 };
-use glimmer_model::vision::{DecodeLimits, Processors, RgbImage};
 use glimmer_tensor::cpu::Cpu;
 use safetensors::SafeTensors;
-
-/// Ids of the micro model's tokenizer.
-const REAL_VOCAB: usize = 3235;
-
-fn repository(path: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../..")).join(path)
-}
-
-fn generator(settings: &Settings) -> Generator<Cpu> {
-    let checkpoint = Checkpoint::open(repository("models/micro-bf16")).unwrap();
-    Generator::load(Cpu::new(1), &checkpoint, settings).unwrap()
-}
-
-fn settings(sequences: usize, depth: usize) -> Settings {
-    Settings { sequences, depth, context: Some(2048), real_vocab: Some(REAL_VOCAB), rows: 96, ..Settings::default() }
-}
+use support::{REAL_VOCAB, everything_is_back, load, repository, run, settings, tokens};
 
 /// Prompt and greedy continuation of a golden.
 fn golden(name: &str) -> (Vec<u32>, Vec<u32>) {
@@ -59,48 +44,10 @@ fn ignoring_stops(prompt: Vec<u32>, max_tokens: u32) -> Request {
     Request::new(prompt, max_tokens).ignoring_eos()
 }
 
-/// Every slot and page is free or kept by nobody but the prefix cache.
-fn everything_is_back(generator: &Generator<Cpu>) {
-    let (pools, all) = (generator.pools(), generator.pools().all());
-    assert_eq!((pools.free().slots, pools.free().pages + pools.idle()), (all.slots, all.pages));
-}
-
-/// Runs all requests, each submitted when so many steps have been made, and checks the order of events.
-fn run(generator: &mut Generator<Cpu>, mut requests: Vec<(usize, Request)>) -> Vec<Output> {
-    requests.reverse();
-    let mut order = Vec::new();
-    let mut streams: BTreeMap<SequenceId, Collector> = BTreeMap::new();
-    let mut outputs: BTreeMap<SequenceId, Output> = BTreeMap::new();
-    for step in 0.. {
-        while requests.last().is_some_and(|(when, _)| *when <= step) {
-            order.push(generator.submit(requests.pop().unwrap().1).unwrap());
-        }
-        let busy = generator
-            .step(&mut |sequence, event| {
-                assert!(!outputs.contains_key(&sequence), "nothing follows the end");
-                assert!(!event.tokens.is_empty() || event.finish.is_some(), "no event without news");
-                if let Some(output) = streams.entry(sequence).or_default().take(event) {
-                    outputs.insert(sequence, output);
-                }
-                Flow::Continue
-            })
-            .unwrap();
-        if !busy && requests.is_empty() {
-            break;
-        }
-    }
-    everything_is_back(generator);
-    order.iter().map(|id| outputs.remove(id).unwrap()).collect()
-}
-
-fn tokens(outputs: &[Output]) -> Vec<&[u32]> {
-    outputs.iter().map(|o| o.tokens.as_slice()).collect()
-}
-
 #[test]
 fn greedy_continuations_equal_the_goldens_at_every_depth() {
     for depth in 0..=3 {
-        let mut generator = generator(&settings(2, depth));
+        let mut generator = load(&settings(2, depth));
         for name in ["short_think", "short_direct", "tool_think", "recall_400", "recall_1000"] {
             let (prompt, continuation) = golden(name);
             let output = generator.generate(ignoring_stops(prompt.clone(), 64), &mut |_| Flow::Continue).unwrap();
@@ -123,16 +70,11 @@ fn greedy_continuations_equal_the_goldens_at_every_depth() {
 
 #[test]
 fn an_image_prompt_equals_the_golden() {
-    let checkpoint = Checkpoint::open(repository("models/micro-bf16")).unwrap();
-    let vision = checkpoint.config().vision.clone().unwrap();
-    let flat = checkpoint.file("preprocessor_config.json").unwrap();
-    let processors = Processors::from_files(&vision, None, Some(flat.as_slice())).unwrap();
-    let png = std::fs::read(repository("data/goldens/micro/image_direct.png")).unwrap();
-    let patches = processors.image.image(&RgbImage::decode(&png, DecodeLimits::default()).unwrap());
-    let (prompt, continuation) = golden("image_direct");
+    let (prompt, patches) = support::image_prompt();
+    let (_, continuation) = golden("image_direct");
     for depth in [0, 2] {
         // A step of 8 rows cuts the picture into several chunks.
-        let mut generator = generator(&Settings { rows: 8, ..settings(1, depth) });
+        let mut generator = load(&Settings { rows: 8, ..settings(1, depth) });
         let media = generator.media(&prompt, vec![patches.clone()]).unwrap();
         let with = |media: Arc<[Media]>| Request { media, ..ignoring_stops(prompt.clone(), 64) };
         for round in 0..2u64 {
@@ -156,12 +98,12 @@ fn speculation_and_batches_change_no_greedy_token() {
     let prompts = prompts(24);
     let lengths: Vec<u32> = (0..prompts.len() as u32).map(|i| 6 + (i * 11) % 30).collect();
     let request = |i: usize| ignoring_stops(prompts[i].clone(), lengths[i]);
-    let mut alone = generator(&settings(1, 0));
+    let mut alone = load(&settings(1, 0));
     let plain: Vec<Output> =
         (0..prompts.len()).map(|i| alone.generate(request(i), &mut |_| Flow::Continue).unwrap()).collect();
     for depth in 0..=3 {
         for sharing in [IndexSharing::Off, IndexSharing::On] {
-            let mut batch = generator(&Settings { index_sharing: sharing, ..settings(5, depth) });
+            let mut batch = load(&Settings { index_sharing: sharing, ..settings(5, depth) });
             // Ragged arrivals: sequences join while others are anywhere, and leave when they are done.
             let arrivals = (0..prompts.len()).map(|i| (i * 3 / 2, request(i))).collect();
             let outputs = run(&mut batch, arrivals);
@@ -180,7 +122,7 @@ fn speculation_and_batches_change_no_greedy_token() {
 /// A draft behind the stop token has no right answer; counting it as wrong would make short answers look badly drafted.
 #[test]
 fn drafts_behind_the_end_are_not_counted() {
-    let mut generator = generator(&settings(1, 2));
+    let mut generator = load(&settings(1, 2));
     for name in ["short_think", "short_direct", "tool_think"] {
         let (prompt, _) = golden(name);
         let output = generator.generate(Request::new(prompt, 64), &mut |_| Flow::Continue).unwrap();
@@ -241,7 +183,7 @@ fn a_seed_gives_the_same_tokens_in_any_batch_and_at_any_depth() {
         };
         Request { sampling, ..ignoring_stops(prompts[i].clone(), 20) }
     };
-    let mut alone = generator(&settings(1, 0));
+    let mut alone = load(&settings(1, 0));
     let plain: Vec<Output> =
         (0..prompts.len()).map(|i| alone.generate(request(i), &mut |_| Flow::Continue).unwrap()).collect();
     let greedy: Vec<Output> = prompts
@@ -250,16 +192,16 @@ fn a_seed_gives_the_same_tokens_in_any_batch_and_at_any_depth() {
         .collect();
     assert_ne!(tokens(&plain), tokens(&greedy), "a temperature is at work");
     for depth in [0, 2] {
-        let mut batch = generator(&settings(4, depth));
+        let mut batch = load(&settings(4, depth));
         let outputs = run(&mut batch, (0..prompts.len()).map(|i| (i, request(i))).collect());
         assert_eq!(tokens(&outputs), tokens(&plain), "depth {depth}");
     }
     // Drawn drafts: other tokens, but the same ones in any batch.
     let drawn = |sequences| Settings { draft_sampling: DraftSampling::Probabilistic, ..settings(sequences, 2) };
-    let mut single = generator(&drawn(1));
+    let mut single = load(&drawn(1));
     let one: Vec<Output> =
         (0..prompts.len()).map(|i| single.generate(request(i), &mut |_| Flow::Continue).unwrap()).collect();
-    let many = run(&mut generator(&drawn(4)), (0..prompts.len()).map(|i| (i, request(i))).collect());
+    let many = run(&mut load(&drawn(4)), (0..prompts.len()).map(|i| (i, request(i))).collect());
     assert_eq!(tokens(&one), tokens(&many));
     assert!(single.stats().drafts.steps() > 0);
 }
@@ -267,7 +209,7 @@ fn a_seed_gives_the_same_tokens_in_any_batch_and_at_any_depth() {
 #[test]
 fn stop_rules() {
     let (prompt, continuation) = golden("short_think");
-    let mut generator = generator(&settings(1, 2));
+    let mut generator = load(&settings(1, 2));
     let mut go = |request: Request| generator.generate(request, &mut |_| Flow::Continue).unwrap();
     // A stop token of the request, inside what speculation accepts at once.
     let stop = continuation[5];
@@ -304,7 +246,7 @@ fn stop_rules() {
 fn the_context_ends_a_sequence() {
     let (prompt, continuation) = golden("short_think");
     for depth in [0, 3] {
-        let mut generator = generator(&Settings { context: Some(32), pages: None, ..settings(1, depth) });
+        let mut generator = load(&Settings { context: Some(32), pages: None, ..settings(1, depth) });
         let output = generator.generate(ignoring_stops(prompt.clone(), 500), &mut |_| Flow::Continue).unwrap();
         assert_eq!((output.tokens.as_slice(), output.finish), (&continuation[..12], FinishReason::Length));
     }
@@ -312,7 +254,7 @@ fn the_context_ends_a_sequence() {
 
 #[test]
 fn bad_requests_are_refused_with_the_reason() {
-    let mut generator = generator(&Settings { context: Some(64), ..settings(1, 1) });
+    let mut generator = load(&Settings { context: Some(64), ..settings(1, 1) });
     let fails = |generator: &mut Generator<Cpu>, request: Request| generator.submit(request).unwrap_err().to_string();
     let mut contradicting = Request::new(vec![1], 4);
     contradicting.limits.min_tokens = 5;
@@ -350,7 +292,7 @@ fn settings_that_cannot_work_are_refused() {
 #[test]
 fn waiting_sequences_start_when_pages_come_back_and_aborts_free_them() {
     // Pages for one full context only, although there are three slots.
-    let mut generator = generator(&Settings { context: Some(128), pages: Some(2), ..settings(3, 1) });
+    let mut generator = load(&Settings { context: Some(128), pages: Some(2), ..settings(3, 1) });
     let (prompt, continuation) = golden("short_think");
     let long = ignoring_stops(prompt.clone(), 100);
     let first = generator.submit(long.clone()).unwrap();
@@ -380,7 +322,7 @@ fn scores_are_log_probabilities_and_do_not_depend_on_chunks() {
     tokens.extend(&continuation);
     let mut reference: Vec<Vec<f32>> = Vec::new();
     for rows in [96, 7, 1] {
-        let mut generator = generator(&Settings { rows, ..settings(1, 0) });
+        let mut generator = load(&Settings { rows, ..settings(1, 0) });
         let mut at = 0;
         generator
             .score(&tokens, &[], &mut |row| {

@@ -7,27 +7,12 @@ mod support;
 use std::collections::BTreeMap;
 
 use glimmer_engine::{
-    FinishReason, Flow, Generator, Output, Request, Sampling, SequenceId, Settings,
+    FinishReason, Flow, Generator, Request, SequenceId, Settings,
     policy::Policy,
     request::{Collector, Media, MediaKind, RequestError, Structure},
 };
 use glimmer_tensor::cpu::Cpu;
-use support::{document, everything_is_back, load, run, settings};
-
-/// Greedy for even numbers, sampled for odd ones.
-fn request(prompt: Vec<u32>, new: u32, number: i64) -> Request {
-    let mut request = Request::new(prompt, new).ignoring_eos();
-    if number % 2 == 1 {
-        request.sampling = Sampling {
-            temperature: 0.9,
-            top_p: 0.95,
-            repetition_penalty: 1.1,
-            seed: Some(number),
-            ..Sampling::default()
-        };
-    }
-    request
-}
+use support::{alone, document, everything_is_back, load, request, run, settings, tokens};
 
 /// Conversations: turns that repeat what came before, siblings that part inside it, strangers.
 fn requests() -> Vec<Request> {
@@ -51,16 +36,6 @@ fn requests() -> Vec<Request> {
         all.push(request);
     }
     all
-}
-
-fn tokens(outputs: &[Output]) -> Vec<&[u32]> {
-    outputs.iter().map(|output| output.tokens.as_slice()).collect()
-}
-
-/// Each by itself, in an engine that remembers nothing.
-fn alone(requests: &[Request]) -> Vec<Output> {
-    let mut generator = load(&Settings { prefix_caching: false, ..settings(1, 0) });
-    requests.iter().map(|r| generator.generate(r.clone(), &mut |_| Flow::Continue).unwrap()).collect()
 }
 
 #[test]

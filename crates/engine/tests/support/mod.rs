@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{
-    Flow, Generator, Output, Request, SequenceId, Settings,
+    Flow, Generator, Output, Request, Sampling, SequenceId, Settings,
     constraint::{Constraint, ConstraintError, Grammars, TokenMask},
     request::{Collector, Structure},
 };
@@ -98,6 +98,31 @@ pub(crate) fn run(generator: &mut Generator<Cpu>, mut requests: Vec<(usize, Requ
     }
     everything_is_back(generator);
     order.iter().map(|id| outputs.remove(id).unwrap()).collect()
+}
+
+/// Greedy for even numbers, sampled for odd ones.
+pub(crate) fn request(prompt: Vec<u32>, new: u32, number: i64) -> Request {
+    let mut request = Request::new(prompt, new).ignoring_eos();
+    if number % 2 == 1 {
+        request.sampling = Sampling {
+            temperature: 0.9,
+            top_p: 0.95,
+            repetition_penalty: 1.1,
+            seed: Some(number),
+            ..Sampling::default()
+        };
+    }
+    request
+}
+
+pub(crate) fn tokens(outputs: &[Output]) -> Vec<&[u32]> {
+    outputs.iter().map(|output| output.tokens.as_slice()).collect()
+}
+
+/// Each by itself, in an engine that remembers nothing.
+pub(crate) fn alone(requests: &[Request]) -> Vec<Output> {
+    let mut generator = load(&Settings { prefix_caching: false, ..settings(1, 0) });
+    requests.iter().map(|r| generator.generate(r.clone(), &mut |_| Flow::Continue).unwrap()).collect()
 }
 
 /// Tokens with even ids, then an end token.
