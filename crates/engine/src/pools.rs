@@ -116,13 +116,6 @@ impl Pools {
         Some(ids.into_iter().rev().map(|id| self.shared.page(id)).collect())
     }
 
-    /// Takes what is needed, all or nothing.
-    pub fn reserve(&self, need: Need) -> Option<Reservation> {
-        let slot = self.slot()?;
-        let mut table = PageTable::default();
-        table.grow(self, need.pages).then_some(Reservation { slot, table })
-    }
-
     /// Makes the tree a keeper of a held page. `None` when it already keeps it.
     pub(crate) fn keep(&self, page: &Page) -> Option<Kept> {
         let kept = &mut self.shared.lock().pages[page.id as usize].kept;
@@ -316,25 +309,6 @@ struct PageState {
     queued: bool,
 }
 
-/// A slot and pages, given back on drop.
-#[derive(Debug)]
-pub struct Reservation {
-    slot: Slot,
-    table: PageTable,
-}
-
-impl Reservation {
-    /// The slot.
-    pub fn slot(&self) -> u32 {
-        self.slot.id()
-    }
-
-    /// The page table: page `i` holds tokens `64 i .. 64 i + 63`.
-    pub fn pages(&self) -> &[u32] {
-        self.table.ids()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
@@ -350,12 +324,11 @@ mod tests {
     #[test]
     fn all_or_nothing() {
         let pools = Pools::new(2, 0, 3);
-        let first = pools.reserve(Need { slots: 1, pages: 2 }).unwrap();
-        assert!(pools.reserve(Need { slots: 1, pages: 2 }).is_none());
-        assert_eq!(pools.free(), Need { slots: 1, pages: 1 });
-        assert!(pools.pages(2).is_none());
-        assert_eq!(pools.free(), Need { slots: 1, pages: 1 });
-        drop(first);
+        let mut table = PageTable::default();
+        assert!(table.grow(&pools, 2));
+        assert!(pools.pages(2).is_none() && !PageTable::default().grow(&pools, 2));
+        assert_eq!(pools.free(), Need { slots: 2, pages: 1 });
+        drop(table);
         assert_eq!(pools.free(), pools.all());
     }
 
@@ -423,16 +396,18 @@ mod tests {
         #[test]
         fn nothing_is_lent_twice_and_everything_comes_back(actions in proptest::collection::vec((0usize..200, 0usize..8), 1..120)) {
             let pools = Pools::new(4, 0, 12);
-            let mut held: Vec<Reservation> = Vec::new();
+            let mut held: Vec<(Slot, PageTable)> = Vec::new();
             for (tokens, victim) in actions {
-                match pools.reserve(need(tokens + 1)) {
-                    Some(reservation) => held.push(reservation),
+                let mut table = PageTable::default();
+                let slot = pools.slot().filter(|_| table.grow(&pools, need(tokens + 1).pages));
+                match slot {
+                    Some(slot) => held.push((slot, table)),
                     // Whatever fits the pools in all fits once nothing runs.
                     None if held.is_empty() => proptest::prop_assert!(need(tokens + 1).pages > pools.all().pages),
                     None => drop(held.swap_remove(victim % held.len())),
                 }
-                let slots: BTreeSet<u32> = held.iter().map(Reservation::slot).collect();
-                let pages: Vec<u32> = held.iter().flat_map(|r| r.pages().iter().copied()).collect();
+                let slots: BTreeSet<u32> = held.iter().map(|(slot, _)| slot.id()).collect();
+                let pages: Vec<u32> = held.iter().flat_map(|(_, table)| table.ids().iter().copied()).collect();
                 let distinct: BTreeSet<u32> = pages.iter().copied().collect();
                 proptest::prop_assert_eq!(slots.len(), held.len());
                 proptest::prop_assert_eq!(distinct.len(), pages.len());
