@@ -77,7 +77,7 @@ pub(super) fn object(
     let usage = usage.map(|usage| {
         json!({
             "input_tokens": usage.prompt,
-            "input_tokens_details": {"cached_tokens": usage.cached.unwrap_or(0)},
+            "input_tokens_details": {"cached_tokens": usage.cached.unwrap_or(0), "cache_write_tokens": 0},
             "output_tokens": usage.completion,
             "output_tokens_details": {"reasoning_tokens": usage.reasoning.unwrap_or(0)},
             "total_tokens": usage.prompt + usage.completion,
