@@ -113,7 +113,7 @@ impl<B: Backend> Generator<B> {
                 vocabulary: rules.vocabulary,
                 context: rules.context,
                 end_tokens: settings.end_tokens.clone().unwrap_or_else(|| text.eos_token_ids.clone()),
-                reasoning_end: settings.think_end.map(ReasoningEnd::new),
+                reasoning_end: settings.think_end.map(|end| ReasoningEnd::new(end).with_opener(settings.tool_call)),
             },
             rules: Rules { vision: tower.is_some(), ..rules },
             tower,

@@ -118,6 +118,8 @@ struct Shape {
     constraint: Box<dyn Constraint>,
     /// An end token has come: nothing but end tokens may follow, and the constraint is left alone.
     complete: bool,
+    /// A token that would end the reasoning, and that the shape cannot begin with.
+    barred: Option<u32>,
 }
 
 /// Everything that decides about the tokens of one answer.
@@ -194,8 +196,12 @@ impl Answer {
             logprobs: request.logprobs,
             vocabulary: rules.vocabulary,
             history: History::new(sampling, &request.prompt),
+            shape: constraint.map(|mut constraint| {
+                let opener = end.as_ref().and_then(ReasoningEnd::opener);
+                let barred = opener.filter(|&opener| constraint.valid_prefix(&[opener]) == 0);
+                Shape { constraint, complete: false, barred }
+            }),
             thinking: end.map_or_else(Thinking::over, |end| Thinking::begun(end, request.thinking_budget)),
-            shape: constraint.map(|constraint| Shape { constraint, complete: false }),
             sampling: sampling.clone(),
             masks: Vec::new(),
             rows: 0,
@@ -244,7 +250,7 @@ impl Answer {
         for i in 0..=drafts.len() {
             self.mask_row(&thinking, complete);
             let Some(draft) = drafts.get(i).filter(|draft| self.masks[i].allows(draft.token)) else { break };
-            let constrained = !thinking.is_inside() && !complete;
+            let constrained = !thinking.owns(draft.token) && !complete;
             thinking.push(draft.token);
             let Some(shape) = self.shape.as_mut().filter(|_| constrained) else { continue };
             if self.end_tokens.contains(&draft.token) {
@@ -405,7 +411,7 @@ impl Answer {
 
     /// Takes a token in.
     fn take_in(&mut self, token: u32) -> Result<(), RequestError> {
-        let constrained = !self.thinking.is_inside();
+        let constrained = !self.thinking.owns(token);
         self.thinking.push(token);
         self.history.push(token);
         if let Some(shape) = self.shape.as_mut().filter(|shape| constrained && !shape.complete) {
@@ -434,14 +440,18 @@ impl Answer {
         if let Some(forced) = thinking.forced() {
             return self.set_mask(RowMask::Forced(forced));
         }
-        let Some(shape) = self.shape.as_mut().filter(|_| !thinking.is_inside()) else {
+        let inside = thinking.is_inside();
+        let Some(shape) = self.shape.as_mut().filter(|shape| !inside || shape.barred.is_some()) else {
             return self.set_mask(RowMask::Any);
         };
         let mut mask = match self.masks.get_mut(self.rows).map(|mask| std::mem::replace(mask, RowMask::Any)) {
             Some(RowMask::Only(mask)) => mask,
             _ => TokenMask::all(self.vocabulary),
         };
-        if complete {
+        if let Some(barred) = shape.barred.filter(|_| inside) {
+            mask.fill(true);
+            mask.forbid(barred);
+        } else if complete {
             mask.fill(false);
             self.end_tokens.iter().for_each(|&token| mask.allow(token));
         } else if let Err(error) = shape.constraint.mask(&mut mask) {

@@ -64,6 +64,8 @@ pub struct Settings {
     pub end_tokens: Option<Vec<u32>>,
     /// The token that ends reasoning, for models that reason.
     pub think_end: Option<u32>,
+    /// The token that opens a tool call, for models that make any: inside reasoning it ends that.
+    pub tool_call: Option<u32>,
     /// How steps are filled.
     pub policy: Policy,
     /// Whether later requests reuse what earlier ones computed for the same beginning.
@@ -93,6 +95,7 @@ impl Default for Settings {
             seed: 0,
             end_tokens: None,
             think_end: None,
+            tool_call: None,
             policy: Policy::default(),
             prefix_caching: true,
             state_checkpoints: 64,
@@ -143,8 +146,10 @@ impl Settings {
         }
         let vocabulary = self.real_vocab.unwrap_or(text.vocab_size);
         let named = self.end_tokens.iter().flatten().map(|id| ("end_tokens", *id));
+        let markers = [("think_end", self.think_end), ("tool_call", self.tool_call)];
+        let markers = markers.into_iter().filter_map(|(setting, id)| Some((setting, id?)));
         let foreign = |(_, id): &(&str, u32)| *id as usize >= vocabulary;
-        if let Some((setting, id)) = named.chain(self.think_end.map(|id| ("think_end", id))).find(foreign) {
+        if let Some((setting, id)) = named.chain(markers).find(foreign) {
             return bad(setting, format!("token ids below {vocabulary}"), id as usize);
         }
         self.policy.validate()?;

@@ -1,7 +1,8 @@
 //! Reasoning, as far as tokens show it: where it ends, and how a budget ends it.
 //!
 //! An answer is inside its reasoning from the beginning or never: the prompt says so. The first end marker ends it for
-//! good; nothing that comes later begins it again, so a budget cannot strike in the text behind it. A budget of `n` lets
+//! good, and so does the first token that opens a tool call, which belongs to what comes behind; nothing that comes later
+//! begins it again, so a budget cannot strike in the text behind it. A budget of `n` lets
 //! `n` tokens of reasoning pass, then the end sequence comes token by token. Invariant: the state is a function of the
 //! tokens taken in, whether they came one by one or as drafts.
 
@@ -15,12 +16,14 @@ pub struct ReasoningEnd {
     marker: u32,
     /// What a used-up budget forces; the marker is its last token and no other.
     sequence: Arc<[u32]>,
+    /// Ends reasoning without being a part of it.
+    opener: Option<u32>,
 }
 
 impl ReasoningEnd {
     /// The marker alone.
     pub fn new(marker: u32) -> Self {
-        Self { marker, sequence: Arc::new([marker]) }
+        Self { marker, sequence: Arc::new([marker]), opener: None }
     }
 
     /// A marker that a used-up budget reaches over some closing words, `sequence`, which ends with the marker.
@@ -35,7 +38,18 @@ impl ReasoningEnd {
                 found: format!("{sequence:?}"),
             });
         }
-        Ok(Self { marker, sequence: sequence.into() })
+        Ok(Self { marker, sequence: sequence.into(), opener: None })
+    }
+
+    /// Lets a token that opens a tool call end reasoning as well: it is the first token behind it.
+    #[must_use]
+    pub fn with_opener(self, opener: Option<u32>) -> Self {
+        Self { opener, ..self }
+    }
+
+    /// The token that ends reasoning without being a part of it.
+    pub fn opener(&self) -> Option<u32> {
+        self.opener
     }
 
     /// The token that ends reasoning.
@@ -70,9 +84,14 @@ impl Thinking {
         Self { inside: Some(Inside { end, budget, tokens: 0 }) }
     }
 
-    /// Whether the next token belongs to the reasoning; the end marker is its last token.
+    /// Whether everything so far was reasoning, and its end has not come.
     pub fn is_inside(&self) -> bool {
         self.inside.is_some()
+    }
+
+    /// Whether `token`, should it come next, belongs to the reasoning. The end marker is its last token.
+    pub fn owns(&self, token: u32) -> bool {
+        self.inside.as_ref().is_some_and(|inside| inside.end.opener != Some(token))
     }
 
     /// The token that must come next, when the budget is used up.
@@ -86,7 +105,7 @@ impl Thinking {
     pub fn push(&mut self, token: u32) {
         if let Some(inside) = &mut self.inside {
             inside.tokens += 1;
-            if token == inside.end.marker {
+            if token == inside.end.marker || inside.end.opener == Some(token) {
                 self.inside = None;
             }
         }
@@ -126,6 +145,18 @@ mod tests {
     fn closing_words_come_whole() {
         let end = ReasoningEnd::with_sequence(END, vec![7, 8, END]).unwrap();
         assert_eq!(answer(Thinking::begun(end, Some(1)), &[1, 2, 3, 4, 5]), [1, 7, 8, END, 5]);
+    }
+
+    #[test]
+    fn a_tool_call_ends_reasoning_and_is_no_part_of_it() {
+        let end = ReasoningEnd::new(END).with_opener(Some(8));
+        let mut thinking = Thinking::begun(end, Some(3));
+        assert!(thinking.owns(1) && thinking.owns(END) && !thinking.owns(8));
+        thinking.push(1);
+        thinking.push(8);
+        assert!(!thinking.is_inside() && !thinking.owns(1));
+        let end = ReasoningEnd::new(END).with_opener(Some(8));
+        assert_eq!(answer(Thinking::begun(end, Some(3)), &[1, 8, 3, 4, 5]), [1, 8, 3, 4, 5], "the budget is settled");
     }
 
     #[test]

@@ -248,6 +248,7 @@ fn settings(
         seed: config.seed.unsigned_abs(),
         end_tokens: crate::open::end_tokens(checkpoint, config)?,
         think_end: tokenizer.added_id("</think>").ok(),
+        tool_call: tokenizer.added_id("<tool_call>").ok(),
         policy: policy(config),
         prefix_caching: config.prefix_caching,
         state_checkpoints: length(sizes.checkpoints),

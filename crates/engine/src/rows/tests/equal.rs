@@ -35,7 +35,8 @@ fn sampling() -> impl Strategy<Value = Sampling> {
 
 fn case() -> impl Strategy<Value = Case> {
     let limits = (1u32..40, 0u32..12, any::<bool>(), prop::collection::vec(0u32..VOCABULARY as u32, 0..2));
-    let reasoning = (any::<bool>(), prop::option::of(0u32..12), prop::collection::vec(3u32..8, 0..3));
+    let opener = prop::option::of(8u32..VOCABULARY as u32);
+    let reasoning = (any::<bool>(), prop::option::of(0u32..12), prop::collection::vec(3u32..8, 0..3), opener);
     let constraint = prop::option::of((any::<u64>(), 0usize..12));
     let logprobs = prop_oneof![Just(None), Just(Some(0u32)), Just(Some(3)), Just(Some(VOCABULARY as u32))];
     (sampling(), limits, reasoning, constraint, logprobs, any::<u64>()).prop_map(
@@ -49,7 +50,8 @@ fn case() -> impl Strategy<Value = Case> {
             case.request.starts_in_reasoning = reasoning.0;
             case.request.thinking_budget = reasoning.1;
             let sequence = [&reasoning.2[..], &[THINK_END]].concat();
-            case.rules.reasoning_end = Some(ReasoningEnd::with_sequence(THINK_END, sequence).unwrap());
+            let end = ReasoningEnd::with_sequence(THINK_END, sequence).unwrap();
+            case.rules.reasoning_end = Some(end.with_opener(reasoning.3));
             case.constraint = constraint;
             case.table = table;
             case

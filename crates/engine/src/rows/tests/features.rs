@@ -113,6 +113,31 @@ fn a_budget_is_forced_at_every_row_and_the_marker_is_not_part_of_the_shape() {
 }
 
 #[test]
+fn a_tool_call_inside_reasoning_begins_the_shape_where_the_shape_can_begin_with_it() {
+    let mock = Mock { seed: 3, taken: Vec::new(), length: 4 };
+    let (can, cannot): (Vec<u32>, Vec<u32>) = (3..VOCABULARY as u32).partition(|&token| mock.allows(token));
+    let mut case = Case::new(8);
+    case.request.starts_in_reasoning = true;
+    case.constraint = Some((3, 4));
+
+    // The shape takes the opener in as its first token, whether it was a draft or not.
+    case.rules.reasoning_end = Some(ReasoningEnd::new(THINK_END).with_opener(Some(can[0])));
+    let likes = [if can[0] == 3 { 4 } else { 3 }, can[0]];
+    let plain = liking(&case, &likes, |_| Vec::new());
+    assert_eq!(plain.ids()[..2], likes);
+    assert!(plain.state.contains(&format!("taken: [{}", can[0])), "{}", plain.state);
+    let drafted = liking(&case, &likes, follow(&likes, 2));
+    assert_eq!((drafted.ids(), drafted.state), (plain.ids(), plain.state));
+
+    // One that the shape cannot begin with does not come, however much the model likes it.
+    case.rules.reasoning_end = Some(ReasoningEnd::new(THINK_END).with_opener(Some(cannot[0])));
+    let told = liking(&case, &[cannot[0], THINK_END], follow(&[cannot[0], THINK_END], 2));
+    assert!(told.ids()[0] != cannot[0], "{told:?}");
+    let mut answer = case.answer();
+    assert_eq!(answer.prepare(&undrawn(&[cannot[0]])).unwrap(), 0, "nor is such a draft worth a row");
+}
+
+#[test]
 fn drafts_that_cannot_come_get_no_rows_and_still_count() {
     let mut case = Case::new(12);
     case.constraint = Some((3, 6));
