@@ -18,6 +18,7 @@ mod kld;
 mod local;
 mod panel;
 mod panel_scorer;
+pub mod parity;
 mod pictures;
 mod report;
 mod tasks;
@@ -25,8 +26,8 @@ mod tasks;
 pub use acceptance::Acceptance;
 pub use calibration::{calibration_samples, read_calibration};
 pub use demo::{
-    DemoAnswer, DemoInput, DemoProgress, DemoReport, KldSummary, MtpSummary, QuantizeSummary, StageTime, TaskPair,
-    VerifySummary, demo,
+    DemoAnswer, DemoDevice, DemoInput, DemoProgress, DemoReport, KldSummary, MtpSummary, QuantizeSummary, StageTime,
+    TaskPair, VerifySummary, demo,
 };
 pub use engine::EngineCompleter;
 pub use error::BenchError;

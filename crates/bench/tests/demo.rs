@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use glimmer_bench::{DemoInput, DemoProgress, Document, Task, demo, read_documents, read_task};
+use glimmer_tensor::Cpu;
 use serde_json::Value;
 
 const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
@@ -49,9 +50,10 @@ fn the_chain_yields_a_verified_artifact_that_answers() {
         draft_depth: 2,
         batch: 4,
         threads: 2,
+        scorers: 2,
     };
     let mut stages = Stages::default();
-    let report = demo(&input, &mut stages).unwrap();
+    let report = demo(&input, &|threads| Ok(Cpu::new(threads)), &mut stages).unwrap();
 
     assert!(report.verify.passed, "{}", report.verify.verdict);
     assert!(report.quantize.matrices > 0 && report.quantize.tokens > 0);

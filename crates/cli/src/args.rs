@@ -55,9 +55,51 @@ pub(crate) enum Command {
     FixConfig(FixConfigArgs),
     /// Repeat a log of `serve --record-steps` and name the first difference; exit code 1 when there is one
     Replay(ReplayArgs),
+    /// What this program finds of devices and their libraries, and what is missing; exit code 1 when a model could not
+    /// run on a GPU
+    Doctor(DoctorArgs),
     /// Measure this machine
     #[command(subcommand)]
     Bench(BenchCommand),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum DeviceName {
+    /// The CPU
+    Cpu,
+    /// A GPU, in a program built with the feature `cuda`
+    Cuda,
+}
+
+/// Where a model computes.
+#[derive(Debug, Clone, Args)]
+#[command(next_help_heading = "Device")]
+pub(crate) struct DeviceArgs {
+    /// Where to compute
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub(crate) device: DeviceName,
+    #[command(flatten)]
+    pub(crate) cuda: CudaArgs,
+}
+
+/// What a GPU needs beside its driver.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Args)]
+pub(crate) struct CudaArgs {
+    /// Library of the kernel compiler, libnvrtc.so.13 (default: where the loader and CUDA's folder have it)
+    #[arg(long, value_name = "FILE")]
+    pub(crate) nvrtc: Option<PathBuf>,
+    /// Folder of compiled kernels (default: glimmer/kernels in the user's cache folder)
+    #[arg(long, value_name = "DIR")]
+    pub(crate) kernel_cache: Option<PathBuf>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    #[command(flatten)]
+    pub(crate) cuda: CudaArgs,
+    /// Print JSON
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]
@@ -68,6 +110,11 @@ pub(crate) struct DemoArgs {
     /// Keep the artifact that the demo makes in this (new) directory
     #[arg(long, value_name = "DIR")]
     pub(crate) keep: Option<PathBuf>,
+    /// Folder of the sources, whose models/micro-bf16 and data are used instead of what is embedded
+    #[arg(long, value_name = "DIR")]
+    pub(crate) from: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Args)]
@@ -281,6 +328,8 @@ pub(crate) struct GenerateArgs {
     pub(crate) prompting: PromptArgs,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Args)]
@@ -292,6 +341,8 @@ pub(crate) struct ChatArgs {
     pub(crate) prompting: PromptArgs,
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -340,6 +391,8 @@ pub(crate) struct EvalArgs {
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -410,6 +463,8 @@ pub(crate) struct ReplayArgs {
     /// Model directory that the log was recorded with (default: the embedded model)
     #[arg(long, short, value_name = "DIR")]
     pub(crate) model: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Subcommand)]
@@ -422,6 +477,35 @@ pub(crate) enum BenchCommand {
     Gptq(BenchGptqArgs),
     /// Whether answers depend on prefix cache, drafts, chunks, company or preemption (they must not)
     Exactness(BenchExactnessArgs),
+    /// Greedy answers on a GPU against the CPU's: equal, or a near tie where they part; exit code 1 otherwise
+    Parity(BenchParityArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchParityArgs {
+    /// Model directory (default: the embedded model)
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Directory with the task files and documents.jsonl
+    #[arg(long, value_name = "DIR", default_value = "data/eval")]
+    pub(crate) data: PathBuf,
+    /// Prompts: text, tools, pictures and long contexts in turn
+    #[arg(long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) prompts: u32,
+    /// New tokens of each answer
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) tokens: u32,
+    /// Share of answers that must be equal
+    #[arg(long, default_value_t = 0.99, value_name = "P")]
+    pub(crate) share: f64,
+    /// Largest difference of the CPU's two logits that counts as a near tie
+    #[arg(long, default_value_t = 0.01, value_name = "GAP")]
+    pub(crate) tie: f32,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Args)]
@@ -441,6 +525,8 @@ pub(crate) struct BenchExactnessArgs {
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Args)]
@@ -467,6 +553,8 @@ pub(crate) struct BenchModelArgs {
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Args)]

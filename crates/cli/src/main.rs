@@ -4,6 +4,7 @@
 
 mod args;
 mod commands;
+mod device;
 mod embedded;
 mod failure;
 mod logging;
@@ -29,7 +30,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs one command. Exit codes: 0 done, 1 a check failed (`verify`, `replay`), 2 an error.
+/// Runs one command. Exit codes: 0 done, 1 a check failed (`verify`, `replay`, `doctor`), 2 an error.
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let threads = open::threads(cli.threads);
     match cli.command {
@@ -47,9 +48,11 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::MergeMtp(args) => commands::mend::merge_mtp(&args),
         Command::FixConfig(args) => commands::mend::fix_config(&args),
         Command::Replay(args) => commands::replay::run(&args, threads),
+        Command::Doctor(args) => commands::doctor::run(&args, threads),
         Command::Bench(BenchCommand::Kernels(args)) => commands::bench::kernels(&args, threads),
         Command::Bench(BenchCommand::Model(args)) => commands::bench::model(&args, threads),
         Command::Bench(BenchCommand::Gptq(args)) => commands::bench::gptq(&args, threads),
         Command::Bench(BenchCommand::Exactness(args)) => commands::exactness::run(&args, threads),
+        Command::Bench(BenchCommand::Parity(args)) => commands::parity::run(&args, threads),
     }
 }

@@ -6,7 +6,7 @@ use anyhow::{Context as _, bail};
 use glimmer_bench::{ModelText, PictureReader};
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{FinishReason, Flow, Generator, Output, Request, Sampling, Settings};
-use glimmer_tensor::Cpu;
+use glimmer_tensor::Backend;
 use glimmer_text::{
     Answer, ChatFormat, ChatInput, ChatTemplate, EngineFinish, Event, Message, OutputParser, ParseOptions, Start,
     ToolMode, ToolSchemas,
@@ -25,10 +25,10 @@ const CONTEXT_TOKENS: usize = 1 << 16;
 
 /// A model ready to answer.
 #[derive(Debug)]
-pub(crate) struct Session {
+pub(crate) struct Session<B: Backend> {
     checkpoint: Checkpoint,
     text: ModelText,
-    generator: Generator<Cpu>,
+    generator: Generator<B>,
     pictures: Option<PictureReader>,
     variables: Map<String, Value>,
     sampling: Sampling,
@@ -46,7 +46,7 @@ pub(crate) struct Answered {
     pub(crate) prompt_tokens: usize,
 }
 
-impl Session {
+impl<B: Backend> Session<B> {
     /// Opens a model for one conversation at a time.
     ///
     /// # Errors
@@ -55,7 +55,7 @@ impl Session {
         model: Option<&Path>,
         prompting: &PromptArgs,
         sampling: &SamplingArgs,
-        threads: usize,
+        backend: B,
     ) -> anyhow::Result<Self> {
         let checkpoint = open::model(model)?;
         let mut text = ModelText::read(&checkpoint)?;
@@ -76,7 +76,7 @@ impl Session {
             state_checkpoints: 4,
             ..Settings::default()
         };
-        let generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
+        let generator = Generator::load(backend, &checkpoint, &settings)?;
         let pictures = PictureReader::load(&checkpoint)?;
         let sampling_params = sampling_params(&checkpoint, sampling)?;
         sampling_params.validate(checkpoint.config().text.vocab_size)?;

@@ -87,6 +87,7 @@ fn values_out_of_range_are_named_with_their_range() {
 fn options_that_would_be_ignored_are_refused() {
     refused(&["generate", "--raw", "--no-thinking", "hi"], &["'--raw' cannot be used with '--no-thinking'"]);
     refused(&["eval", "--documents", "x"], &["  --kld-against [<DIR>]"]);
+    refused(&["generate", "--nvrtc", "/absent", "hi"], &["--nvrtc", "--device cuda"]);
     refused(&["eval", "--acceptance", "--kld-against"], &["cannot be used with"]);
     let folder = tempfile::tempdir().expect("a directory");
     let out = folder.path().join("q");
@@ -96,6 +97,28 @@ fn options_that_would_be_ignored_are_refused() {
     }
     refused(&["quantize", "--method", "rtn", "--calib", "/absent", "--out", out], &["--calib", "without calibration"]);
     assert!(!Path::new(out).exists());
+}
+
+/// What a machine without a usable GPU says. One with a GPU answers instead, if the program was built for it.
+#[test]
+fn a_gpu_that_is_not_there_is_named_with_what_to_do() {
+    let doctor = glimmer(&["doctor"]);
+    let text = String::from_utf8_lossy(&doctor.stdout).into_owned();
+    assert!(text.contains("CPU") && text.contains("--device cuda"), "{text}");
+    if doctor.status.code() == Some(1) {
+        assert!(text.contains("MISSING"), "{text}");
+        refused(&["generate", "--device", "cuda", "hi"], &["--device cuda", "cpu"]);
+    }
+    let json = glimmer(&["doctor", "--json"]);
+    assert!(serde_json::from_slice::<serde_json::Value>(&json.stdout).is_ok_and(|v| v.is_array()));
+}
+
+#[test]
+fn the_cpu_answers_as_itself() {
+    let data = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/eval");
+    let output = glimmer(&["bench", "parity", "--prompts", "3", "--tokens", "3", "--data", data]);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    assert!(output.status.success() && text.contains("3 of 3 answers equal"), "{text}");
 }
 
 #[test]

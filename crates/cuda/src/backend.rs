@@ -9,7 +9,7 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
-use glimmer_checkpoint::{DType, TensorData};
+use glimmer_checkpoint::{Config, DType, TensorData};
 use glimmer_tensor::{
     Backend, CacheShape, Columns, DsaColumns, DsaWeights, Error, Experts, IndexerWeights, KdaForm, KdaWeights, Linear,
     MatrixSource, MhcWeights, Norm, PatchGrid, Result, RouterRule, Step, Streams, Swiglu,
@@ -28,6 +28,7 @@ use crate::{
         BLOCK, CudaBuffer, CudaMatrix, CudaRouting, CudaSelection, CudaVector, Format, GROUP, INT4_BLOCK_BYTES,
         INT4_ROWS, Kind, require, unique,
     },
+    units::{needs_warpgroups, units},
 };
 
 /// Where a device and its compiler are found.
@@ -91,6 +92,17 @@ impl Cuda {
             flags: None,
             turns: None,
         })
+    }
+
+    /// Compiles all kernels of a model, in parallel, into the folder of compiled kernels: how many there are.
+    ///
+    /// # Errors
+    /// [`error::CudaError::Compile`] for the first that does not compile.
+    pub fn prepare(&self, config: &Config) -> error::Result<usize> {
+        let mut all = units(config, false);
+        let (major, _) = self.device.properties().capability;
+        all.retain(|unit| major == 9 || !needs_warpgroups(unit));
+        Ok(self.kernels.prepare(&all)?.len())
     }
 
     /// The device.

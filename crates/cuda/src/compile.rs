@@ -111,6 +111,13 @@ impl Compiler {
         self.version
     }
 
+    /// The file of the compiler library, as far as the system tells.
+    pub fn place(&self) -> Option<PathBuf> {
+        let maps = fs::read_to_string("/proc/self/maps").ok()?;
+        let line = maps.lines().find(|line| line.contains("/libnvrtc.so"))?;
+        line.find('/').map(|start| PathBuf::from(&line[start..]))
+    }
+
     /// Machine code of a unit for an architecture such as `sm_90a`, from the cache when it is there.
     ///
     /// # Errors

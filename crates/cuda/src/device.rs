@@ -64,35 +64,51 @@ thread_local! {
     static CURRENT: Cell<usize> = const { Cell::new(0) };
 }
 
-impl Device {
-    /// Opens device `ordinal`.
-    ///
-    /// # Errors
-    /// [`CudaError::NoDriver`], [`CudaError::NoDevice`], [`CudaError::Architecture`], or what the driver says.
-    pub fn open(ordinal: usize) -> Result<Self> {
-        // SAFETY: asks the loader for the library and calls nothing in it.
-        if !catch_unwind(|| unsafe { sys::is_culib_present() }).unwrap_or(false) {
-            return Err(CudaError::NoDriver);
-        }
-        match catch_unwind(|| Self::open_present(ordinal)) {
-            Ok(device) => device,
-            Err(panic) => Err(CudaError::Library { what: panic_text(&*panic) }),
-        }
-    }
-
-    fn open_present(ordinal: usize) -> Result<Self> {
-        let (mut found, mut driver, mut device) = (0, 0, 0);
+/// Version of the driver's interface (such as 13000) and the number of devices that it sees.
+///
+/// # Errors
+/// [`CudaError::NoDriver`], or what the driver says.
+pub fn visible() -> Result<(i32, usize)> {
+    guarded(|| {
+        let (mut found, mut driver) = (0, 0);
         // SAFETY: the driver is present; all pointers are to live locals.
         unsafe {
             check("cuInit", sys::cuInit(0))?;
             check("cuDriverGetVersion", sys::cuDriverGetVersion(&raw mut driver))?;
             check("cuDeviceGetCount", sys::cuDeviceGetCount(&raw mut found))?;
         }
-        let found = usize::try_from(found).unwrap_or(0);
+        Ok((driver, usize::try_from(found).unwrap_or(0)))
+    })
+}
+
+/// Calls the driver if it is there. A library that does not fit makes the bindings panic, which is an error here.
+fn guarded<T>(call: impl FnOnce() -> Result<T> + std::panic::UnwindSafe) -> Result<T> {
+    // SAFETY: asks the loader for the library and calls nothing in it.
+    if !catch_unwind(|| unsafe { sys::is_culib_present() }).unwrap_or(false) {
+        return Err(CudaError::NoDriver);
+    }
+    match catch_unwind(call) {
+        Ok(result) => result,
+        Err(panic) => Err(CudaError::Library { what: panic_text(&*panic) }),
+    }
+}
+
+impl Device {
+    /// Opens device `ordinal`.
+    ///
+    /// # Errors
+    /// [`CudaError::NoDriver`], [`CudaError::NoDevice`], [`CudaError::Architecture`], or what the driver says.
+    pub fn open(ordinal: usize) -> Result<Self> {
+        let (driver, found) = visible()?;
         if ordinal >= found {
             return Err(CudaError::NoDevice { ordinal, found });
         }
-        // SAFETY: as above; the ordinal exists.
+        guarded(|| Self::open_present(ordinal, driver))
+    }
+
+    fn open_present(ordinal: usize, driver: i32) -> Result<Self> {
+        let mut device = 0;
+        // SAFETY: the driver is present, the ordinal exists, the pointer is to a live local.
         unsafe { check("cuDeviceGet", sys::cuDeviceGet(&raw mut device, ordinal as i32))? };
         let attribute = |what| {
             let mut value = 0;

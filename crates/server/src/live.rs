@@ -14,7 +14,7 @@ use glimmer_engine::worker::{EventSink, Facts, Refused, Worker, WorkerSettings};
 use glimmer_engine::{EngineError, Generator};
 use glimmer_model::{Limits, cache_shape};
 use glimmer_tensor::cpu::CpuCache;
-use glimmer_tensor::{Cpu, PAGE_TOKENS};
+use glimmer_tensor::{Backend, PAGE_TOKENS};
 use glimmer_text::{GrammarCompiler, Tokenizer};
 
 use crate::engine::{Asked, Counters, Engine, EventSender, Model, Refusal, Status, Ticket};
@@ -113,6 +113,9 @@ pub enum LoadError {
     /// Its weights.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The device.
+    #[error("{0}")]
+    Device(BoxedError),
     /// Drafts without a layer that drafts.
     #[error(
         "error: --speculative-config: {0} has no draft (MTP) layer; leave the flag out, or add the layer with glimmer \
@@ -121,21 +124,41 @@ pub enum LoadError {
     NoDrafter(String),
 }
 
-/// Loads a checkpoint on the CPU.
+/// Memory that weights and caches are held in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Memory {
+    /// The machine's, of which the cache takes a part.
+    Host,
+    /// A device's own.
+    Device {
+        /// Free bytes.
+        free: u64,
+        /// All bytes.
+        total: u64,
+    },
+}
+
+/// Loads a checkpoint onto the device that `open` opens.
 ///
 /// # Errors
 /// [`LoadError`].
-pub fn load_cpu(threads: usize, checkpoint: Checkpoint, config: &ServeConfig) -> Result<Loaded, LoadError> {
+pub fn load<B: Backend + 'static>(
+    memory: Memory,
+    open: impl FnOnce() -> Result<B, BoxedError>,
+    checkpoint: Checkpoint,
+    config: &ServeConfig,
+) -> Result<Loaded, LoadError> {
     let depth = depth(&checkpoint, config)?;
-    let sizes = cpu_sizes(&checkpoint, config, depth)?;
+    let sizes = sizes(&checkpoint, config, depth, memory)?;
     // Files are read before weights: what is wrong with them shows at once.
     let mut model = Model::open(&checkpoint, config, length(sizes.length), None)?;
     let settings = settings(&checkpoint, config, &sizes, depth, model.format.tokenizer())?;
     let ends = settings.end_tokens.as_deref().unwrap_or(&checkpoint.config().text.eos_token_ids);
     model.grammars = grammars(&model, ends);
     let record = config.record_steps.clone();
+    let backend = open().map_err(LoadError::Device)?;
     let load = move || {
-        let mut generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
+        let mut generator = Generator::load(backend, &checkpoint, &settings)?;
         if let Some(file) = record {
             generator.record(Path::new(&file))?;
         }
@@ -146,6 +169,9 @@ pub fn load_cpu(threads: usize, checkpoint: Checkpoint, config: &ServeConfig) ->
     announce(&facts);
     Ok(Loaded { engine: Arc::new(Live::new(worker)), model })
 }
+
+/// An error of a device, whatever its type.
+pub type BoxedError = Box<dyn std::error::Error + Send + Sync>;
 
 /// Grammars over the model's tokens. A model whose answers never end by themselves is served without.
 fn grammars(model: &Model, ends: &[u32]) -> Option<Arc<dyn Grammars>> {
@@ -181,19 +207,9 @@ fn depth(checkpoint: &Checkpoint, config: &ServeConfig) -> Result<usize, LoadErr
     }
 }
 
-/// What the CPU's memory holds.
-fn cpu_sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize) -> Result<Sizes, SizeError> {
+/// What the memory holds.
+fn sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize, memory: Memory) -> Result<Sizes, SizeError> {
     let text = &checkpoint.config().text;
-    let limits = Limits { max_rows: 1, max_logits: 1, slots: 1, pages: 1, max_draft: depth, features: 0 };
-    let shape = cache_shape(text, &limits);
-    let unit = UnitBytes {
-        slot: CpuCache::slot_bytes(&shape) as u64,
-        page: CpuCache::page_bytes(&shape) as u64,
-        page_tokens: PAGE_TOKENS as u64,
-    };
-    let weights: u64 =
-        checkpoint.files().filter_map(|name| checkpoint.file(name)).map(|f| f.as_slice().len() as u64).sum();
-    let budget = cpu_budget(config.cache_bytes, config.memory_share_given, weights, host_memory())?;
     let wish = Wish {
         sequences: config.max_num_seqs.unwrap_or(1),
         sequences_given: config.max_num_seqs_given,
@@ -202,7 +218,25 @@ fn cpu_sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize) -> Res
         longest: text.max_position_embeddings as u64,
         prefix_caching: config.prefix_caching,
     };
-    let sizes = spend(budget, unit, &wish)?;
+    let sizes = match memory {
+        Memory::Host => {
+            let limits = Limits { max_rows: 1, max_logits: 1, slots: 1, pages: 1, max_draft: depth, features: 0 };
+            let shape = cache_shape(text, &limits);
+            let unit = UnitBytes {
+                slot: CpuCache::slot_bytes(&shape) as u64,
+                page: CpuCache::page_bytes(&shape) as u64,
+                page_tokens: PAGE_TOKENS as u64,
+            };
+            let weights: u64 =
+                checkpoint.files().filter_map(|name| checkpoint.file(name)).map(|f| f.as_slice().len() as u64).sum();
+            spend(cpu_budget(config.cache_bytes, config.memory_share_given, weights, host_memory())?, unit, &wish)?
+        }
+        Memory::Device { free, total } => {
+            let (budget, unit) = crate::plan::device_budget(checkpoint.config(), config, depth, free, total)?;
+            let most = enough(unit, &wish);
+            spend(if config.cache_bytes.is_some() { budget } else { budget.min(most) }, unit, &wish)?
+        }
+    };
     for (given, note) in &sizes.notes {
         if *given {
             tracing::warn!("{note}");
@@ -211,6 +245,17 @@ fn cpu_sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize) -> Res
         }
     }
     Ok(sizes)
+}
+
+/// Bytes beyond which a cache gains nothing: every sequence at its full length, and as much again that is kept for later.
+fn enough(unit: UnitBytes, wish: &Wish) -> u64 {
+    let tokens = match wish.length {
+        MaxModelLen::Tokens(tokens) => tokens as u64,
+        MaxModelLen::WhatFits => wish.longest,
+    };
+    let pages = wish.sequences.saturating_mul(tokens.div_ceil(unit.page_tokens)).saturating_mul(2);
+    let slots = wish.sequences.saturating_add(wish.checkpoints.saturating_mul(4));
+    slots.saturating_mul(unit.slot).saturating_add(pages.saturating_mul(unit.page))
 }
 
 fn length(tokens: u64) -> usize {

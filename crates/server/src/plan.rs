@@ -16,7 +16,7 @@ use glimmer_tensor::PAGE_TOKENS;
 use crate::flags::config::MaxModelLen;
 use crate::flags::speculative::Method;
 use crate::flags::{Device, FlagError, ModelShape, ServeConfig, Settings, conflict};
-use crate::sizing::{self, Sizes, UnitBytes, cpu_budget, spend};
+use crate::sizing::{self, SizeError, Sizes, UnitBytes, cpu_budget, spend};
 
 const GIB: f64 = (1u64 << 30) as f64;
 
@@ -134,6 +134,37 @@ pub fn plan(config: &Config, request: &PlanRequest, mut settings: Settings) -> R
         fit: fit(spent),
         like_vllm,
     })
+}
+
+/// Bytes that the cache of one device may take beside weights and activations, and what slots and pages take there.
+///
+/// # Errors
+/// [`SizeError::Device`] when not even the weights fit, or less is left than was asked for.
+pub(crate) fn device_budget(
+    config: &Config,
+    serve: &ServeConfig,
+    depth: usize,
+    free: u64,
+    total: u64,
+) -> Result<(u64, UnitBytes), SizeError> {
+    let inventory = if is_w4a16(config) { Inventory::w4a16(config).ok() } else { None };
+    let inventory = inventory.unwrap_or_else(|| Inventory::bf16(config));
+    let count = |number: Option<u64>| usize::try_from(number.unwrap_or(1)).unwrap_or(usize::MAX);
+    let max_rows = count(serve.max_num_batched_tokens);
+    let needs = Needs::of(&Wish {
+        config,
+        inventory: &inventory,
+        ranks: Ranks { count: 1, whole_experts: false },
+        draft_layer: depth > 0,
+        vision: config.vision.is_some(),
+        max_rows,
+        max_logits: count(serve.max_num_seqs).saturating_mul(depth + 1).min(max_rows),
+        max_draft: depth,
+        elements: Elements::F32,
+    });
+    let usable = ((total as f64 * serve.memory_share) as u64).min(free);
+    let budget = gpu_budget(serve.cache_bytes, usable, needs.fixed() + GPU_RESERVE_BYTES).map_err(SizeError::Device)?;
+    Ok((budget, UnitBytes { slot: needs.slot.total(), page: needs.page, page_tokens: PAGE_TOKENS as u64 }))
 }
 
 fn fit(spent: Result<Sizes, String>) -> Fit {

@@ -109,6 +109,11 @@ async fn engine_death(app: &App) -> String {
             tracing::error!(reason, "the engine has ended");
             return reason;
         }
+        if status.stuck {
+            let reason = "a step did not end within --execute-model-timeout, as if the device hung";
+            tracing::error!(reason, "the engine is stuck");
+            return reason.to_owned();
+        }
         tokio::time::sleep(LOOK).await;
     }
 }

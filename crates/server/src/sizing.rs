@@ -79,6 +79,9 @@ pub enum SizeError {
         /// Bytes there are.
         budget: u64,
     },
+    /// A device is too small.
+    #[error("error: {0}")]
+    Device(String),
     /// More was asked for than is free.
     #[error("error: --kv-cache-memory-bytes {asked}: only {free} bytes are free on this machine")]
     NotFree {

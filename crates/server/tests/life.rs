@@ -2,6 +2,8 @@
 
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
+#[path = "support/hollow.rs"]
+mod hollow;
 mod support;
 
 use std::sync::Arc;
@@ -194,4 +196,55 @@ async fn many_streams_at_once_all_end() {
     }
     listening.server.app.idle().await;
     assert_eq!((listening.server.engine.running(), listening.server.engine.aborted()), (0, 0));
+}
+
+/// A device that is lost in a step: what runs gets 500, `/health` and new requests 503, and the server ends with an error.
+#[tokio::test]
+async fn a_lost_device_fails_what_runs_and_ends_the_server() {
+    use glimmer_checkpoint::Checkpoint;
+    use glimmer_engine::worker::{Worker, WorkerSettings};
+    use glimmer_engine::{Generator, Settings};
+    use glimmer_server::{app::App, live::Live, router::router};
+    use tower::ServiceExt as _;
+
+    let mut steps = 0;
+    let begin = move || {
+        steps += 1;
+        let lost = "cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS";
+        if steps < 5 { Ok(()) } else { Err(glimmer_tensor::Error::Device(lost.into())) }
+    };
+    let load = move || {
+        let settings = Settings { sequences: 4, context: Some(512), ..Settings::default() };
+        Generator::load(hollow::Hollow(Box::new(begin)), &Checkpoint::open(support::micro_dir()).unwrap(), &settings)
+    };
+    let (worker, _) = Worker::spawn(load, WorkerSettings::default()).unwrap();
+    let app = App::new(Arc::new(Live::new(worker)), support::model(), options());
+    let send = |request: axum::http::Request<axum::body::Body>| {
+        let router = router(Arc::clone(&app));
+        async move { router.oneshot(request).await.unwrap().status().as_u16() }
+    };
+    let get = |path| axum::http::Request::get(path).body(axum::body::Body::empty()).unwrap();
+    let chat = || {
+        let body = json!({"model": "micro", "messages": user("x"), "max_tokens": 100, "ignore_eos": true});
+        support::post("/v1/chat/completions", &body.to_string())
+    };
+    assert_eq!(send(get("/health")).await, 200);
+    assert_eq!(tokio::join!(send(chat()), send(chat())), (500, 500));
+    assert_eq!(send(get("/health")).await, 503);
+    assert_eq!(send(chat()).await, 503);
+    let ended = serve(app, bind(Some("127.0.0.1"), 0).unwrap(), std::future::pending()).await;
+    let Err(ServeError::EngineDead(reason)) = ended else { panic!("{ended:?}") };
+    assert!(reason.contains("CUDA_ERROR_ILLEGAL_ADDRESS"), "{reason}");
+}
+
+/// A device that never ends its step: the server does not wait for it for ever.
+#[tokio::test]
+async fn a_stuck_engine_ends_the_server() {
+    let mut listening = Listening::start(Server::saying("a"));
+    listening.server.engine.set_status(Status { stuck: true, ..Status::default() });
+    let ended = (&mut listening.task).await.unwrap();
+    assert!(
+        matches!(&ended, Err(ServeError::EngineDead(reason)) if reason.contains("--execute-model-timeout")),
+        "{ended:?}"
+    );
 }

@@ -15,7 +15,7 @@ use std::time::Instant;
 use glimmer_checkpoint::Checkpoint;
 use glimmer_quantize::Recipe;
 use glimmer_quantize::gates::{VerifyOptions, verify};
-use glimmer_tensor::Cpu;
+use glimmer_tensor::{Backend, Cpu};
 
 use crate::acceptance::Acceptance;
 use crate::calibration::calibration_samples;
@@ -48,7 +48,12 @@ pub struct DemoInput<'a> {
     pub batch: usize,
     /// Threads.
     pub threads: usize,
+    /// Scorers of the token panel that run at the same time.
+    pub scorers: usize,
 }
+
+/// Opens the device that evaluates and answers, for so many threads; several are open at once.
+pub type DemoDevice<'a, B> = &'a (dyn Fn(usize) -> Result<B, BenchError> + Sync);
 
 /// Hears what the demo is doing.
 pub trait DemoProgress {
@@ -63,11 +68,15 @@ impl DemoProgress for () {
     fn done(&mut self, _: f64) {}
 }
 
-/// Runs the chain.
+/// Runs the chain: quantizes on the CPU, evaluates and answers on `device`.
 ///
 /// # Errors
 /// The first stage that could not be carried out. An artifact that fails a gate is a result, not an error.
-pub fn demo(input: &DemoInput<'_>, progress: &mut dyn DemoProgress) -> Result<DemoReport, BenchError> {
+pub fn demo<B: Backend>(
+    input: &DemoInput<'_>,
+    device: DemoDevice<'_, B>,
+    progress: &mut dyn DemoProgress,
+) -> Result<DemoReport, BenchError> {
     let mut clock = Clock::new(progress);
     let source = open(input.source)?;
     let text = ModelText::read(&source)?;
@@ -89,13 +98,14 @@ pub fn demo(input: &DemoInput<'_>, progress: &mut dyn DemoProgress) -> Result<De
 
     let artifact = open(input.artifact)?;
     clock.stage("evaluate");
-    let [bf16, w4a16] = stages::tasks([&source, &artifact], &text, input, &mut clock)?;
+    let [bf16, w4a16] = stages::tasks([&source, &artifact], &text, input, device, &mut clock)?;
 
     clock.stage("measure divergence");
-    let [default, parity] = stages::panel(&source, &artifact, &open(input.parity)?, &text, input, &mut clock)?;
+    let models = [&source, &artifact, &open(input.parity)?];
+    let [default, parity] = stages::panel(models, &text, input, device, &mut clock)?;
 
     clock.stage("answer");
-    let answers = stages::answers(&artifact, &text, input)?;
+    let answers = stages::answers(&artifact, &text, input, device)?;
 
     let (seconds, stages) = clock.finish();
     let seconds_of = |name: &str| stages.iter().find(|time| time.stage == name).map_or(0.0, |time| time.seconds);

@@ -6,11 +6,11 @@ use std::sync::mpsc;
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::{DraftCounts, Settings};
 use glimmer_quantize::{CalibrationSample, Options as QuantizeOptions, Progress, Recipe, quantize};
-use glimmer_tensor::Cpu;
+use glimmer_tensor::{Backend, Cpu};
 use glimmer_text::{Content, Part};
 use serde_json::Value;
 
-use super::{Clock, DemoAnswer, DemoInput};
+use super::{Clock, DemoAnswer, DemoDevice, DemoInput};
 use crate::engine::EngineCompleter;
 use crate::error::BenchError;
 use crate::evaluate::{EvalOptions, Question, TaskResult, evaluate};
@@ -66,10 +66,11 @@ pub(super) struct TasksRun {
 }
 
 /// Runs the tasks on all models at the same time, sharing the threads out among them.
-pub(super) fn tasks<const N: usize>(
+pub(super) fn tasks<B: Backend, const N: usize>(
     checkpoints: [&Checkpoint; N],
     text: &ModelText,
     input: &DemoInput<'_>,
+    device: DemoDevice<'_, B>,
     clock: &mut Clock<'_>,
 ) -> Result<[TasksRun; N], BenchError> {
     let input = DemoInput { threads: (input.threads / N).max(1), ..*input };
@@ -77,7 +78,7 @@ pub(super) fn tasks<const N: usize>(
     std::thread::scope(|scope| {
         let start = |checkpoint| {
             let sender = sender.clone();
-            scope.spawn(move || tasks_of(checkpoint, text, &input, &mut || sender.send(()).unwrap_or_default()))
+            scope.spawn(move || tasks_of(checkpoint, text, &input, device, &mut || sender.send(()).unwrap_or_default()))
         };
         let running = checkpoints.map(start);
         drop(sender);
@@ -90,13 +91,14 @@ pub(super) fn tasks<const N: usize>(
     })
 }
 
-fn tasks_of(
+fn tasks_of<B: Backend>(
     checkpoint: &Checkpoint,
     text: &ModelText,
     input: &DemoInput<'_>,
+    device: DemoDevice<'_, B>,
     task_done: &mut dyn FnMut(),
 ) -> Result<TasksRun, BenchError> {
-    let completer = completer(checkpoint, text, input)?;
+    let completer = completer(checkpoint, text, input, device)?;
     let mut answerer = LocalAnswerer::new(text, completer, PictureReader::load(checkpoint)?);
     let mut results = Vec::new();
     for (task, thinking_on, thinking_off) in modes(input) {
@@ -117,11 +119,12 @@ fn modes<'t>(input: &DemoInput<'t>) -> Vec<(&'t Task, bool, bool)> {
     input.tasks.iter().map(mode).collect()
 }
 
-fn completer(
+fn completer<B: Backend>(
     checkpoint: &Checkpoint,
     text: &ModelText,
     input: &DemoInput<'_>,
-) -> Result<EngineCompleter<Cpu>, BenchError> {
+    device: DemoDevice<'_, B>,
+) -> Result<EngineCompleter<B>, BenchError> {
     let settings = Settings {
         sequences: input.batch,
         context: Some(CONTEXT.min(checkpoint.config().text.max_position_embeddings)),
@@ -132,7 +135,7 @@ fn completer(
         state_checkpoints: 8,
         ..Settings::default()
     };
-    EngineCompleter::load(Cpu::new(input.threads), checkpoint, &settings)
+    EngineCompleter::load(device(input.threads)?, checkpoint, &settings)
 }
 
 /// Longest conversation of the demo, with its answer.
@@ -140,35 +143,34 @@ const CONTEXT: usize = 4096;
 /// Rows a step.
 const ROWS: usize = 256;
 
-pub(super) fn panel(
-    source: &Checkpoint,
-    artifact: &Checkpoint,
-    parity: &Checkpoint,
+pub(super) fn panel<B: Backend>(
+    [source, artifact, parity]: [&Checkpoint; 3],
     text: &ModelText,
     input: &DemoInput<'_>,
+    device: DemoDevice<'_, B>,
     clock: &mut Clock<'_>,
 ) -> Result<[Divergence; 2], BenchError> {
     let longest = input.documents.iter().map(|document| document.ids.len()).max().unwrap_or(1);
     let vocabulary = text.format.tokenizer().vocab_size();
-    let load = |checkpoint| -> Result<Box<dyn Scorer + Send>, BenchError> {
-        Ok(Box::new(PanelScorer::load(Cpu::new(1), checkpoint, vocabulary, longest)?))
-    };
+    let load = |checkpoint| PanelScorer::load(device(1)?, checkpoint, vocabulary, longest);
+    let load = |checkpoint| Ok::<Box<dyn Scorer + Send + '_>, BenchError>(Box::new(load(checkpoint)?));
     let set = || Ok(ScorerSet { reference: load(source)?, models: vec![load(artifact)?, load(parity)?] });
-    let sets = (0..input.threads.max(1)).map(|_| set()).collect::<Result<Vec<_>, BenchError>>()?;
+    let sets = (0..input.scorers.max(1)).map(|_| set()).collect::<Result<Vec<_>, BenchError>>()?;
     let mut progress = |done: usize, all: usize| clock.done(done as f64 / all.max(1) as f64);
     let results = divergences_on_threads(sets, input.documents, &mut progress)?;
     results.try_into().map_err(|_| BenchError::model("measuring", "two models, but not two results"))
 }
 
 /// Asks one question with reasoning, one that needs a tool and one about a picture, as far as the tasks have them.
-pub(super) fn answers(
+pub(super) fn answers<B: Backend>(
     checkpoint: &Checkpoint,
     text: &ModelText,
     input: &DemoInput<'_>,
+    device: DemoDevice<'_, B>,
 ) -> Result<Vec<DemoAnswer>, BenchError> {
     let single = DemoInput { batch: 1, ..*input };
     let mut answerer =
-        LocalAnswerer::new(text, completer(checkpoint, text, &single)?, PictureReader::load(checkpoint)?);
+        LocalAnswerer::new(text, completer(checkpoint, text, &single, device)?, PictureReader::load(checkpoint)?);
     let items = || input.tasks.iter().flat_map(|task| &task.items);
     let has_picture = |item: &Item| item.messages.iter().any(|message| message.images().next().is_some());
     let reasoned = items().find(|item| item.grader == Grader::Number && !item.direct && !has_picture(item));
@@ -182,8 +184,8 @@ pub(super) fn answers(
     Ok(answers)
 }
 
-fn answer(
-    answerer: &mut LocalAnswerer<'_, EngineCompleter<Cpu>>,
+fn answer<B: Backend>(
+    answerer: &mut LocalAnswerer<'_, EngineCompleter<B>>,
     item: &Item,
     thinking: bool,
     picture: bool,

@@ -5,7 +5,7 @@ use glimmer_engine::{Generator, Settings};
 use glimmer_tensor::Backend;
 
 use super::drive::{Dice, alone, together};
-use super::{Base, Case, Comparison, Given};
+use super::{Base, Case, Comparison, Given, Opener};
 use crate::error::BenchError;
 
 /// Who runs beside a case.
@@ -82,17 +82,17 @@ const COMPANY: usize = 8;
 /// # Errors
 /// When an engine cannot be loaded or fails; differences are no errors but part of the comparison.
 pub fn matrix<B: Backend>(
-    backend: &mut dyn FnMut() -> B,
+    backend: Opener<'_, B>,
     checkpoint: &Checkpoint,
     cases: &[Case],
     cells: &[Cell],
     base: &Base,
     report: &mut dyn FnMut(&Comparison),
 ) -> Result<Vec<Comparison>, BenchError> {
-    let reference = reference(backend(), checkpoint, cases, base)?;
+    let reference = reference(backend()?, checkpoint, cases, base)?;
     let mut comparisons = Vec::with_capacity(cells.len());
     for cell in cells {
-        let comparison = compare(backend(), checkpoint, cases, cell, base, &reference)?;
+        let comparison = compare(backend()?, checkpoint, cases, cell, base, &reference)?;
         report(&comparison);
         comparisons.push(comparison);
     }

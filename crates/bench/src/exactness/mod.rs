@@ -13,9 +13,14 @@ mod scenes;
 use glimmer_engine::Settings;
 use serde::Serialize;
 
+use crate::error::BenchError;
+
 pub use cases::{Case, CaseKind, cases};
 pub use matrix::{Cell, Company, MATRIX, matrix};
 pub use scenes::scenes;
+
+/// Makes a fresh backend.
+pub type Opener<'a, B> = &'a mut dyn FnMut() -> Result<B, BenchError>;
 
 /// What was compared under one condition.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]

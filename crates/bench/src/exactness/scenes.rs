@@ -8,7 +8,7 @@ use glimmer_tensor::{Backend, PAGE_TOKENS};
 
 use super::drive::{Dice, alone, together};
 use super::matrix::{finish, load, reference};
-use super::{Base, Case, CaseKind, Comparison};
+use super::{Base, Case, CaseKind, Comparison, Opener};
 use crate::error::BenchError;
 
 /// Turns of a conversation.
@@ -23,7 +23,7 @@ const DEPTH: usize = 2;
 /// # Errors
 /// When an engine cannot be loaded or fails.
 pub fn scenes<B: Backend>(
-    backend: &mut dyn FnMut() -> B,
+    backend: Opener<'_, B>,
     checkpoint: &Checkpoint,
     cases: &[Case],
     base: &Base,
@@ -46,7 +46,7 @@ pub fn scenes<B: Backend>(
 }
 
 type Scene<B> =
-    (&'static str, fn(&mut dyn FnMut() -> B, &Checkpoint, &[Case], &Base, &mut Comparison) -> Result<(), BenchError>);
+    (&'static str, fn(Opener<'_, B>, &Checkpoint, &[Case], &Base, &mut Comparison) -> Result<(), BenchError>);
 
 fn served(base: &Base) -> Settings {
     Settings { sequences: 8, context: Some(base.context), rows: 256, depth: DEPTH, ..base.settings.clone() }
@@ -68,14 +68,14 @@ fn turn(cases: &[Case], index: usize) -> Vec<u32> {
 
 /// Each prompt is the one before, its answer and a new turn: hits lie behind prompts and, for long answers, inside them.
 fn conversation<B: Backend>(
-    backend: &mut dyn FnMut() -> B,
+    backend: Opener<'_, B>,
     checkpoint: &Checkpoint,
     cases: &[Case],
     base: &Base,
     comparison: &mut Comparison,
 ) -> Result<(), BenchError> {
-    let mut generator = load(backend(), checkpoint, &served(base))?;
-    let mut plain = load(backend(), checkpoint, &Settings { depth: 0, prefix_caching: false, ..served(base) })?;
+    let mut generator = load(backend()?, checkpoint, &served(base))?;
+    let mut plain = load(backend()?, checkpoint, &Settings { depth: 0, prefix_caching: false, ..served(base) })?;
     for (index, opening) in material(cases, 12, 150).into_iter().enumerate() {
         let mut case = opening;
         // An answer of full length crosses pages, so that states saved while decoding are hit as well.
@@ -104,7 +104,7 @@ fn conversation<B: Backend>(
 
 /// A second prompt shares all but its last tokens: the state at the last page of the first prompt is hit.
 fn other_ending<B: Backend>(
-    backend: &mut dyn FnMut() -> B,
+    backend: Opener<'_, B>,
     checkpoint: &Checkpoint,
     cases: &[Case],
     base: &Base,
@@ -129,7 +129,7 @@ fn other_ending<B: Backend>(
 
 /// A second prompt shares everything up to the last turn: the state before that turn is hit.
 fn other_turn<B: Backend>(
-    backend: &mut dyn FnMut() -> B,
+    backend: Opener<'_, B>,
     checkpoint: &Checkpoint,
     cases: &[Case],
     base: &Base,
@@ -153,14 +153,14 @@ fn other_turn<B: Backend>(
 
 /// One case after the other, with the cache, against the plain engine.
 fn against_plain<B: Backend>(
-    backend: &mut dyn FnMut() -> B,
+    backend: Opener<'_, B>,
     checkpoint: &Checkpoint,
     cases: &[Case],
     base: &Base,
     comparison: &mut Comparison,
 ) -> Result<(), BenchError> {
-    let expected = reference(backend(), checkpoint, cases, base)?;
-    let mut generator = load(backend(), checkpoint, &served(base))?;
+    let expected = reference(backend()?, checkpoint, cases, base)?;
+    let mut generator = load(backend()?, checkpoint, &served(base))?;
     for (case, expected) in cases.iter().zip(&expected) {
         comparison.compare(&case.id, expected, &alone(&mut generator, case)?);
     }
@@ -172,7 +172,7 @@ fn against_plain<B: Backend>(
 
 /// Eight at once in a cache that holds little more than one: somebody has to go again and again.
 fn preempted<B: Backend>(
-    backend: &mut dyn FnMut() -> B,
+    backend: Opener<'_, B>,
     checkpoint: &Checkpoint,
     cases: &[Case],
     base: &Base,
@@ -187,11 +187,11 @@ fn preempted<B: Backend>(
     }
     let longest = cases.iter().map(|case| case.ids.len() + case.max_tokens as usize).max().unwrap_or(1);
     let small = Base { context: (longest + 1).min(base.context), ..base.clone() };
-    let expected = reference(backend(), checkpoint, &cases, &small)?;
+    let expected = reference(backend()?, checkpoint, &cases, &small)?;
     for prefix_caching in [false, true] {
         let pages = small.context.div_ceil(PAGE_TOKENS) + 3;
         let settings = Settings { pages: Some(pages), prefix_caching, ..served(&small) };
-        let mut generator = load(backend(), checkpoint, &settings)?;
+        let mut generator = load(backend()?, checkpoint, &settings)?;
         let mut dice = Dice::new(base.seed);
         for (index, found) in together(&mut generator, &cases, 8, false, &mut dice)? {
             comparison.compare(&cases[index].id, &expected[index], &found);

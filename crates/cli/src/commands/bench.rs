@@ -5,7 +5,7 @@ use std::{io::Write as _, process::ExitCode};
 use glimmer_engine::{Flow, Generator, Request, Settings};
 use glimmer_quantize::bench::solve_speed;
 use glimmer_tensor::{
-    Cpu,
+    Backend, Cpu,
     cpu::bench::{CpuBenchPlan, measure},
 };
 use serde::Serialize;
@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 
 use crate::{
     args::{BenchGptqArgs, BenchJson, BenchModelArgs},
-    open,
+    device::{Place, on_device},
     output::OutputFile,
 };
 
@@ -47,15 +47,25 @@ pub(crate) fn kernels(args: &BenchJson, threads: usize) -> anyhow::Result<ExitCo
 
 /// Decode and prefill rates of a model.
 pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let place = Place::of(&args.device)?;
+    let name = place.name(threads);
+    on_device!(place, open => rates(args, &name, &|| open(threads)))
+}
+
+fn rates<B: Backend>(
+    args: &BenchModelArgs,
+    name: &str,
+    open: &dyn Fn() -> anyhow::Result<B>,
+) -> anyhow::Result<ExitCode> {
     let file = OutputFile::prepare_optional(args.json.as_deref())?;
-    let checkpoint = open::model(args.model.as_deref())?;
+    let checkpoint = crate::open::model(args.model.as_deref())?;
     let depth = if checkpoint.config().text.mtp_layer().is_some() { args.draft_depth as usize } else { 0 };
     let (prompt, new) = (args.prompt_tokens as usize, args.tokens as usize);
     let mut rows: Vec<Value> = Vec::new();
     let mut out = anstream::stdout().lock();
     writeln!(
         out,
-        "{}, {threads} threads, prompts of {prompt} tokens, {new} new tokens, draft depth {depth}",
+        "{}, {name}, prompts of {prompt} tokens, {new} new tokens, draft depth {depth}",
         checkpoint.location()
     )?;
     writeln!(out, "{:>9}  {:>13}  {:>12}  {:>13}", "sequences", "prefill tok/s", "decode tok/s", "tokens a step")?;
@@ -68,7 +78,7 @@ pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<Exi
             state_checkpoints: 8,
             ..Settings::default()
         };
-        let mut generator = Generator::load(Cpu::new(threads), &checkpoint, &settings)?;
+        let mut generator = Generator::load(open()?, &checkpoint, &settings)?;
         let vocabulary = generator.vocabulary();
         // The second round is measured; the first one touches every page.
         for round in 0..2 {
@@ -91,7 +101,7 @@ pub(crate) fn model(args: &BenchModelArgs, threads: usize) -> anyhow::Result<Exi
         rows.push(json!({"sequences": sequences, "prefill_tokens_per_second": stats.prefill_rate(),
             "decode_tokens_per_second": stats.decode_rate(), "mean_acceptance_length": stats.drafts.mean_length()}));
     }
-    save(file, &json!({"model": checkpoint.location(), "threads": threads, "depth": depth, "rows": rows}))
+    save(file, &json!({"model": checkpoint.location(), "device": name, "depth": depth, "rows": rows}))
 }
 
 /// The GPTQ solve against the machine's multiply-add rate.

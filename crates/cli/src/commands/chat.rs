@@ -8,10 +8,16 @@ use std::{
 };
 
 use anyhow::Context as _;
+use glimmer_tensor::Backend;
 use glimmer_text::{Message, Role};
 
 use super::generate::{read_image, user_message};
-use crate::{args::ChatArgs, failure, progress, session::Session};
+use crate::{
+    args::ChatArgs,
+    device::{Place, on_device},
+    failure, progress,
+    session::Session,
+};
 
 const HELP: &str = "/image FILE  ask the next question about a picture\n\
                     /clear       forget the conversation\n\
@@ -20,7 +26,11 @@ const HELP: &str = "/image FILE  ask the next question about a picture\n\
 
 /// Reads questions line by line and answers them. Works in a pipe, too: one question a line.
 pub(crate) fn run(args: &ChatArgs, threads: usize) -> anyhow::Result<ExitCode> {
-    let mut session = Session::open(args.model.as_deref(), &args.prompting, &args.sampling, threads)?;
+    on_device!(Place::of(&args.device)?, open => talk(args, open(threads)?))
+}
+
+fn talk<B: Backend>(args: &ChatArgs, backend: B) -> anyhow::Result<ExitCode> {
+    let mut session = Session::open(args.model.as_deref(), &args.prompting, &args.sampling, backend)?;
     let system = || args.prompting.system.iter().map(|text| Message::text(Role::System, text));
     let (mut messages, mut images): (Vec<Message>, Vec<_>) = (system().collect(), Vec::new());
     let mut waiting = Vec::new();

@@ -9,10 +9,16 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use glimmer_bench::{DemoInput, DemoProgress, demo, read_documents, read_task};
+use glimmer_bench::{BenchError, DemoInput, DemoProgress, Document, Task, demo, read_documents, read_task};
 use indicatif::ProgressBar;
 
-use crate::{args::DemoArgs, embedded, open, output::OutputFile, progress};
+use crate::{
+    args::DemoArgs,
+    device::{Place, on_device},
+    embedded, open,
+    output::OutputFile,
+    progress,
+};
 
 /// Items of each task and mode.
 const ITEMS: usize = 40;
@@ -20,11 +26,18 @@ const ITEMS: usize = 40;
 const TASKS: &[&str] =
     &["arithmetic", "arithmetic_hard", "word_problem", "text", "facts", "tools", "tools_final", "vision", "recall"];
 
+/// Scorers of the token panel at the same time on a GPU, whose work is one stream a scorer.
+const SCORERS_GPU: usize = 2;
+
 /// Runs the chain, prints its page and writes its JSON. Exit code 1 when the artifact fails a gate.
 pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
-    if embedded::MODEL.is_empty() {
-        bail!("the demo runs on the embedded model, which this build leaves out (feature `embedded`)");
+    if embedded::MODEL.is_empty() && args.from.is_none() {
+        bail!(
+            "the demo runs on the embedded model, which this build leaves out (feature `embedded`); name the folder of the \
+             sources with --from"
+        );
     }
+    let place = Place::of(&args.device)?;
     if let Some(keep) = &args.keep
         && fs::read_dir(keep).is_ok_and(|mut entries| entries.next().is_some())
     {
@@ -37,14 +50,14 @@ pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
     let scratch = Scratch::create_in(&std::env::temp_dir())?;
     let (source, parity) = (scratch.path.join("bf16"), scratch.path.join("w4a16-parity"));
     let artifact = args.keep.clone().unwrap_or_else(|| scratch.path.join("w4a16"));
-    open::write_embedded(&source)?;
-    let tasks = embedded::TASKS
-        .iter()
-        .filter(|(name, _)| TASKS.contains(&name.trim_end_matches(".jsonl")))
-        .map(|(name, bytes)| Ok(read_task(name, std::str::from_utf8(bytes)?)?))
-        .collect::<anyhow::Result<Vec<_>>>()?;
-    let calibration = read_documents("the embedded calibration set", std::str::from_utf8(embedded::CALIBRATION)?)?;
-    let documents = read_documents("the embedded documents", std::str::from_utf8(embedded::DOCUMENTS)?)?;
+    let source = match &args.from {
+        Some(from) => from.join("models/micro-bf16"),
+        None => {
+            open::write_embedded(&source)?;
+            source
+        }
+    };
+    let (tasks, calibration, documents) = data(args.from.as_deref())?;
     let input = DemoInput {
         source: &source,
         artifact: &artifact,
@@ -56,15 +69,41 @@ pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
         draft_depth: 2,
         batch: 16,
         threads,
+        scorers: if place.is_cpu() { threads } else { SCORERS_GPU },
     };
     let mut bar = Bar { bar: progress::bar(1000, "") };
-    let report = demo(&input, &mut bar)?;
+    let report = on_device!(place, open => {
+        let open = |threads| open(threads).map_err(|error| BenchError::model("opening the device", error));
+        demo(&input, &open, &mut bar)?
+    });
     bar.bar.finish_and_clear();
     if let Some(file) = json {
         file.finish_json(&report)?;
     }
     writeln!(anstream::stdout(), "{}", report.page())?;
     Ok(ExitCode::from(u8::from(!report.verify.passed)))
+}
+
+/// Tasks, calibration set and token panel: the embedded ones, or those of the sources in `from`.
+fn data(from: Option<&Path>) -> anyhow::Result<(Vec<Task>, Vec<Document>, Vec<Document>)> {
+    let text = |file: String, embedded: &'static [u8]| -> anyhow::Result<(String, String)> {
+        let Some(from) = from else { return Ok((file, std::str::from_utf8(embedded)?.to_owned())) };
+        let path = from.join(&file);
+        Ok((path.display().to_string(), open::text(&path)?))
+    };
+    let embedded = |name: &str| embedded::TASKS.iter().find(|(n, _)| *n == name).map_or(&[][..], |(_, bytes)| bytes);
+    let task = |name: &&str| {
+        let file = format!("{name}.jsonl");
+        let (name, lines) = text(format!("data/eval/{file}"), embedded(&file))?;
+        Ok(read_task(&name, &lines)?)
+    };
+    let tasks = TASKS.iter().map(task).collect::<anyhow::Result<Vec<_>>>()?;
+    let documents = |file: &str, embedded| {
+        let (name, lines) = text(file.to_owned(), embedded)?;
+        Ok::<_, anyhow::Error>(read_documents(&name, &lines)?)
+    };
+    let calibration = documents("data/calib/calib.jsonl", embedded::CALIBRATION)?;
+    Ok((tasks, calibration, documents("data/eval/documents.jsonl", embedded::DOCUMENTS)?))
 }
 
 struct Bar {

@@ -9,11 +9,12 @@ use glimmer_bench::{
 };
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::Settings;
-use glimmer_tensor::Cpu;
+use glimmer_tensor::Backend;
 use serde_json::{Value, json};
 
 use crate::{
     args::{EvalArgs, Thinking},
+    device::{Place, on_device},
     embedded, open,
     output::OutputFile,
     progress,
@@ -35,10 +36,13 @@ pub(crate) fn run(args: &EvalArgs, threads: usize) -> anyhow::Result<ExitCode> {
     let json = OutputFile::prepare_optional(args.json.as_deref())?;
     let checkpoint = open::model(args.model.as_deref())?;
     let text = ModelText::read(&checkpoint)?;
-    let result = match &args.kld_against {
-        Some(reference) => panel(args, &checkpoint, reference.as_deref(), &text, threads)?,
-        None => tasks(args, &checkpoint, &text, threads)?,
-    };
+    let result = on_device!(Place::of(&args.device)?, open => {
+        let open = || open(threads);
+        match &args.kld_against {
+            Some(reference) => panel(args, &checkpoint, reference.as_deref(), &text, &open)?,
+            None => tasks(args, &checkpoint, &text, &open)?,
+        }
+    });
     if let Some(file) = json {
         file.finish_json(&result)?;
     }
@@ -46,7 +50,12 @@ pub(crate) fn run(args: &EvalArgs, threads: usize) -> anyhow::Result<ExitCode> {
 }
 
 /// Accuracy, or with `--acceptance` only the share of accepted drafts, by task.
-fn tasks(args: &EvalArgs, checkpoint: &Checkpoint, text: &ModelText, threads: usize) -> anyhow::Result<Value> {
+fn tasks<B: Backend>(
+    args: &EvalArgs,
+    checkpoint: &Checkpoint,
+    text: &ModelText,
+    open: &dyn Fn() -> anyhow::Result<B>,
+) -> anyhow::Result<Value> {
     let tasks = read_tasks(&args.task)?;
     let has_draft_layer = checkpoint.config().text.mtp_layer().is_some();
     if args.acceptance && (args.draft_depth == 0 || !has_draft_layer) {
@@ -76,7 +85,7 @@ fn tasks(args: &EvalArgs, checkpoint: &Checkpoint, text: &ModelText, threads: us
     let (mut results, mut sets) = (Vec::new(), Vec::new());
     for task in &tasks {
         // An engine for each task: drafts are counted by task.
-        let completer = EngineCompleter::load(Cpu::new(threads), checkpoint, &settings)?;
+        let completer = EngineCompleter::load(open()?, checkpoint, &settings)?;
         let mut answerer = LocalAnswerer::new(text, completer, PictureReader::load(checkpoint)?);
         bar.set_message(task.name.clone());
         results.extend(evaluate(&mut answerer, std::slice::from_ref(task), &options, &mut |done, all| {
@@ -100,12 +109,12 @@ fn tasks(args: &EvalArgs, checkpoint: &Checkpoint, text: &ModelText, threads: us
 }
 
 /// Divergence from a reference on the token panel.
-fn panel(
+fn panel<B: Backend>(
     args: &EvalArgs,
     checkpoint: &Checkpoint,
     reference: Option<&Path>,
     text: &ModelText,
-    threads: usize,
+    open: &dyn Fn() -> anyhow::Result<B>,
 ) -> anyhow::Result<Value> {
     let reference = open::model(reference)?;
     let mut documents = documents(args.documents.as_deref())?;
@@ -115,7 +124,7 @@ fn panel(
     }
     let longest = documents.iter().map(|d| d.ids.len()).max().unwrap_or(1);
     let vocabulary = text.format.tokenizer().vocab_size();
-    let load = |checkpoint| PanelScorer::load(Cpu::new(threads), checkpoint, vocabulary, longest);
+    let load = |checkpoint| Ok::<_, anyhow::Error>(PanelScorer::load(open()?, checkpoint, vocabulary, longest)?);
     let (mut ours, mut theirs) = (load(checkpoint)?, load(&reference)?);
     let bar = progress::bar(documents.len() as u64, "scoring");
     let result = divergence(&mut theirs, &mut ours, &documents, &mut |done, _| bar.set_position(done as u64))?;

@@ -4,21 +4,36 @@ use std::{io::Write as _, path::Path, process::ExitCode};
 
 use anyhow::{Context as _, bail};
 use glimmer_bench::{
-    Document, ModelText, PictureReader, Task,
+    BenchError, Document, ModelText, PictureReader, Task,
     exactness::{Base, Cell, Comparison, cases, matrix, scenes},
     read_documents, read_task,
 };
 use glimmer_engine::Settings;
-use glimmer_tensor::Cpu;
+use glimmer_tensor::Backend;
 use serde_json::json;
 
-use crate::{args::BenchExactnessArgs, open, output::OutputFile};
+use crate::{
+    args::BenchExactnessArgs,
+    device::{Place, on_device},
+    open,
+    output::OutputFile,
+};
 
 /// Longest prompt with its answer, unless the model's own context is shorter.
-const CONTEXT_TOKENS: usize = 1 << 13;
+pub(super) const CONTEXT_TOKENS: usize = 1 << 13;
 
 /// Runs matrix and scenes. Exit code 1 when something differs.
 pub(crate) fn run(args: &BenchExactnessArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let place = Place::of(&args.device)?;
+    let name = place.name(threads);
+    on_device!(place, open => compare(args, &name, &|| open(threads)))
+}
+
+fn compare<B: Backend>(
+    args: &BenchExactnessArgs,
+    name: &str,
+    open: &dyn Fn() -> anyhow::Result<B>,
+) -> anyhow::Result<ExitCode> {
     let file = OutputFile::prepare_optional(args.json.as_deref())?;
     let checkpoint = open::model(args.model.as_deref())?;
     let text = ModelText::read(&checkpoint)?;
@@ -32,13 +47,13 @@ pub(crate) fn run(args: &BenchExactnessArgs, threads: usize) -> anyhow::Result<E
     let settings = Settings { real_vocab: Some(text.format.tokenizer().vocab_size()), ..Settings::default() };
     let base = Base { settings, context, seed: args.seed };
     let mut out = anstream::stdout().lock();
-    writeln!(out, "{}, {threads} threads, {} prompts", checkpoint.location(), cases.len())?;
+    writeln!(out, "{}, {name}, {} prompts", checkpoint.location(), cases.len())?;
     writeln!(out, "{HEADER}")?;
     // A line that cannot be written must not end the comparison; the last write reports it.
     let mut print = |comparison: &Comparison| {
         let _reported_at_the_end = writeln!(out, "{}", line(comparison)).and_then(|()| out.flush());
     };
-    let mut backend = || Cpu::new(threads);
+    let mut backend = || open().map_err(|error| BenchError::model("opening the device", error));
     let mut comparisons = scenes(&mut backend, &checkpoint, &cases, &base, &mut print)?;
     comparisons.extend(matrix(&mut backend, &checkpoint, &cases, &Cell::all(), &base, &mut print)?);
     let different: usize = comparisons.iter().map(|c| c.different).sum();
@@ -48,7 +63,7 @@ pub(crate) fn run(args: &BenchExactnessArgs, threads: usize) -> anyhow::Result<E
     }
     writeln!(out, "{} conditions, {tokens} tokens compared, {different} answers differ", comparisons.len())?;
     if let Some(file) = file {
-        file.finish_json(&json!({"model": checkpoint.location(), "threads": threads, "prompts": cases.len(),
+        file.finish_json(&json!({"model": checkpoint.location(), "device": name, "prompts": cases.len(),
             "seed": args.seed, "comparisons": comparisons}))?;
     }
     Ok(if comparisons.iter().all(Comparison::holds) { ExitCode::SUCCESS } else { ExitCode::from(1) })
@@ -64,7 +79,7 @@ fn line(c: &Comparison) -> String {
 }
 
 /// All task files of a directory, by name, and its documents.
-fn read(directory: &Path) -> anyhow::Result<(Vec<Task>, Vec<Document>)> {
+pub(super) fn read(directory: &Path) -> anyhow::Result<(Vec<Task>, Vec<Document>)> {
     const DOCUMENTS: &str = "documents.jsonl";
     let entries = std::fs::read_dir(directory).with_context(|| {
         format!("cannot read {}: name the directory of task files with --data", directory.display())

@@ -8,18 +8,28 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
+use glimmer_tensor::Backend;
 use glimmer_text::{Content, MediaSource, Message, Part, Role};
 use serde_json::{Value, json};
 
-use crate::{args::GenerateArgs, open, progress, session::Session};
+use crate::{
+    args::GenerateArgs,
+    device::{Place, on_device},
+    open, progress,
+    session::Session,
+};
 
 /// Answers one prompt.
 pub(crate) fn run(args: &GenerateArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    on_device!(Place::of(&args.device)?, open => answer(args, || open(threads)))
+}
+
+fn answer<B: Backend>(args: &GenerateArgs, open: impl FnOnce() -> anyhow::Result<B>) -> anyhow::Result<ExitCode> {
     let began = Instant::now();
     let text = prompt_text(&args.prompt)?;
     let tools = args.tools.as_deref().map(read_tools).transpose()?.unwrap_or_default();
     let images = args.image.iter().map(|path| read_image(path)).collect::<anyhow::Result<Vec<_>>>()?;
-    let mut session = Session::open(args.model.as_deref(), &args.prompting, &args.sampling, threads)?;
+    let mut session = Session::open(args.model.as_deref(), &args.prompting, &args.sampling, open()?)?;
     if let Some(id) = args.stop_token.iter().find(|&&id| id as usize >= session.vocabulary()) {
         bail!("--stop-token {id}: expected a token id below {}", session.vocabulary());
     }

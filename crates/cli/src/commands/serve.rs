@@ -6,16 +6,21 @@ use std::{
     process::ExitCode,
 };
 
-use anyhow::{Context as _, bail};
+use anyhow::Context as _;
 use glimmer_checkpoint::{Checkpoint, SynthOptions};
 use glimmer_server::{
     flags::{Device, FlagError, ModelShape, ServeConfig, Settings, help},
+    live::Memory,
     port::{Port, bind},
     start::StartError,
     tls::Tls,
 };
 
-use crate::{logging, open};
+use crate::{
+    args::CudaArgs,
+    device::{Place, on_device},
+    logging, open,
+};
 
 /// Serves until a signal or the end of the engine. Exit codes: 0 after a signal, 1 for flags that do not go together and for
 /// failures, 2 for flags that do not exist or have wrong values.
@@ -66,7 +71,7 @@ fn refuse(error: &FlagError) -> anyhow::Result<ExitCode> {
 /// Prints every setting with its origin. A model that is not here leaves those open that depend on it.
 fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<ExitCode> {
     let opened = open::model(config.model.as_deref().map(Path::new));
-    let device = device(&config)?;
+    let (device, _) = device(&place(&config)?)?;
     match &opened {
         Ok(checkpoint) => {
             if let Err(error) = config.resolve(&mut settings, &ModelShape::of(checkpoint), device) {
@@ -85,17 +90,39 @@ fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<Ex
     Ok(ExitCode::SUCCESS)
 }
 
-/// Where to compute.
-fn device(config: &ServeConfig) -> anyhow::Result<Device> {
+/// Where to compute. `auto` takes a GPU where one can be used.
+fn place(config: &ServeConfig) -> anyhow::Result<Place> {
+    let path = |text: &Option<String>| text.as_ref().map(PathBuf::from);
+    let cuda = CudaArgs { nvrtc: path(&config.nvrtc), kernel_cache: path(&config.kernel_cache) };
     match config.device.as_str() {
-        "cuda" => bail!("--device cuda: this program serves on the CPU only so far; use --device cpu or auto"),
-        _ => Ok(Device::Cpu),
+        "cuda" => Place::gpu(&cuda),
+        "cpu" => Ok(Place::Cpu),
+        _ => Ok(Place::gpu(&cuda).unwrap_or(Place::Cpu)),
+    }
+}
+
+/// What flags have to fit of the place.
+fn device(place: &Place) -> anyhow::Result<(Device, Memory)> {
+    match place {
+        Place::Cpu => Ok((Device::Cpu, Memory::Host)),
+        #[cfg(feature = "cuda")]
+        Place::Cuda(gpu) => {
+            let (free, total) = gpu.memory()?;
+            let memory_gib = total as f64 / f64::from(1 << 30);
+            Ok((Device::Cuda { memory_gib, count: 1 }, Memory::Device { free, total }))
+        }
     }
 }
 
 fn serve(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> {
-    let device = device(&config)?;
+    #[allow(unused_mut, reason = "only a GPU is told what it will compile")]
+    let mut place = place(&config)?;
+    let (device, memory) = device(&place)?;
     let (checkpoint, scratch) = checkpoint(&config)?;
+    #[cfg(feature = "cuda")]
+    if let Place::Cuda(gpu) = &mut place {
+        gpu.compile_ahead(checkpoint.config());
+    }
     config.resolve(&mut settings, &ModelShape::of(&checkpoint), device)?;
     tracing::info!("glimmer {} starts with\n{}", env!("CARGO_PKG_VERSION"), settings.describe().trim_end());
     for note in config.notes(&settings, device) {
@@ -114,12 +141,16 @@ fn serve(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> 
     let threads = config.threads.unwrap_or_else(|| open::threads(None));
     let port = Port::new(bind(config.host.as_deref(), config.port)?, tls(&config)?);
     let options = config.options.clone();
-    let load = move || {
-        let loaded = glimmer_server::live::load_cpu(threads, checkpoint, &config);
-        drop(scratch);
-        loaded
-    };
-    let served = runtime.block_on(glimmer_server::start::run(options, port, load));
+    tracing::info!("Computing on {}", place.name(threads));
+    let served = on_device!(place, open => {
+        let load = move || {
+            let open = || open(threads).map_err(Into::into);
+            let loaded = glimmer_server::live::load(memory, open, checkpoint, &config);
+            drop(scratch);
+            loaded
+        };
+        runtime.block_on(glimmer_server::start::run(options, port, load))
+    });
     // What still runs (a load that was interrupted, requests beyond the time limit) ends with the process.
     runtime.shutdown_background();
     served.map_err(|error| match error {

@@ -45,6 +45,10 @@ pub struct ServeConfig {
     pub headless: bool,
     /// Where to compute: `auto`, `cpu` or `cuda`.
     pub device: String,
+    /// Library of the kernel compiler.
+    pub nvrtc: Option<String>,
+    /// Folder of compiled kernels.
+    pub kernel_cache: Option<String>,
     /// Ranks.
     pub tensor_parallel: u32,
     /// Keep experts whole.
@@ -188,6 +192,8 @@ impl ServeConfig {
             }),
             headless: read.switch("headless"),
             device: read.word("device"),
+            nvrtc: read.text("nvrtc"),
+            kernel_cache: read.text("kernel-cache"),
             tensor_parallel: read.small("tensor-parallel-size"),
             expert_parallel: read.switch("enable-expert-parallel"),
             nodes: read.small("nnodes"),

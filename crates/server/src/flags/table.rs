@@ -112,6 +112,8 @@ pub const FLAGS: &[Flag] = &[
     flag("execute-model-timeout", Number(0.0, 86_400.0, true), "300", "seconds after which a step counts as stuck"),
     // Devices and ranks.
     flag("device", Word(&["auto", "cpu", "cuda"]), "\"auto\"", "where to compute"),
+    gpu("nvrtc", Text, "null", "library of the kernel compiler, libnvrtc.so.13; where the loader has it if absent"),
+    gpu("kernel-cache", Text, "null", "folder of compiled kernels; in the user's cache folder if absent"),
     flag("threads", Int(1, 1024), "null", "threads of the CPU; one a core if absent"),
     alias(flag("tensor-parallel-size", Int(1, 1024), "1", "ranks that share the model"), &["-tp"]),
     alias(flag("enable-expert-parallel", Switch, "false", "keep experts whole, spread over the ranks"), &["-ep"]),
