@@ -206,7 +206,7 @@ fn picture(pictures: Option<&PictureReader>, id: &str, source: &MediaSource) -> 
     }
 }
 
-fn parse(text: &ModelText, question: &Question<'_>, completion: &Completion, start: Start) -> Answer {
+pub(crate) fn parse(text: &ModelText, question: &Question<'_>, completion: &Completion, start: Start) -> Answer {
     let schemas = ToolSchemas::new(question.tools);
     let tools = if question.tools.is_empty() { ToolMode::Off } else { ToolMode::Parse };
     let options = ParseOptions { tools, ..ParseOptions::default() };

@@ -55,7 +55,7 @@ const NEW_TOKENS: u32 = 96;
 /// New tokens of a long case.
 const NEW_TOKENS_LONG: u32 = 24;
 /// Every so many cases is a draw instead of greedy.
-const DRAWN_EVERY: usize = 4;
+const DRAWN_EVERY: usize = 5;
 /// Every so many cases is a long one.
 const LONG_EVERY: usize = 12;
 
@@ -72,7 +72,7 @@ impl Case {
     }
 }
 
-/// `count` cases: the tasks' items in turn, each twelfth one a long context made of `documents`, each fourth one drawn with a
+/// `count` cases: the tasks' items in turn, each twelfth one a long context made of `documents`, each fifth one drawn with a
 /// seed instead of greedy. Prompts that leave no room for an answer within `context` are left out.
 ///
 /// # Errors
@@ -169,7 +169,7 @@ fn long(text: &ModelText, documents: &[Document], index: usize, context: usize) 
 }
 
 /// Position of the last turn's first token.
-fn turn_start(text: &ModelText, ids: &[u32]) -> Option<usize> {
+pub(super) fn turn_start(text: &ModelText, ids: &[u32]) -> Option<usize> {
     let tokenizer = text.format.tokenizer();
     let starts: Vec<u32> =
         ["<|user|>", "<|observation|>"].iter().filter_map(|name| tokenizer.added_id(name).ok()).collect();

@@ -2,9 +2,11 @@
 //!
 //! Every [`Case`] is answered once in the plainest way (no prefix cache, no drafts, the whole prompt in one step, alone).
 //! The [`matrix`] then repeats all cases in every combination of prefix cache, draft depth, chunk size and company, and the
-//! [`scenes`] force what a matrix meets only by chance: every kind of saved state, and preemption. One differing token is a
-//! defect. Everything is generic over the backend, so the same command checks a GPU.
+//! [`scenes`] force what a matrix meets only by chance: every kind of saved state, and preemption; [`agents`] converse through
+//! the chat template. One differing token is a defect. Everything is generic over the backend, so the same command checks a
+//! GPU.
 
+mod agent;
 mod cases;
 mod drive;
 mod matrix;
@@ -14,7 +16,9 @@ use glimmer_engine::Settings;
 use serde::Serialize;
 
 use crate::error::BenchError;
+use cases::turn_start;
 
+pub use agent::agents;
 pub use cases::{Case, CaseKind, cases};
 pub use matrix::{Cell, Company, MATRIX, matrix};
 pub use scenes::scenes;

@@ -5,7 +5,7 @@ use std::{io::Write as _, path::Path, process::ExitCode};
 use anyhow::{Context as _, bail};
 use glimmer_bench::{
     BenchError, Document, ModelText, PictureReader, Task,
-    exactness::{Base, Cell, Comparison, cases, matrix, scenes},
+    exactness::{Base, Case, CaseKind, Cell, Comparison, agents, cases, matrix, scenes},
     read_documents, read_task,
 };
 use glimmer_engine::Settings;
@@ -47,7 +47,7 @@ fn compare<B: Backend>(
     let settings = Settings { real_vocab: Some(text.format.tokenizer().vocab_size()), ..Settings::default() };
     let base = Base { settings, context, seed: args.seed };
     let mut out = anstream::stdout().lock();
-    writeln!(out, "{}, {name}, {} prompts", checkpoint.location(), cases.len())?;
+    writeln!(out, "{}, {name}, {}", checkpoint.location(), what(&cases))?;
     writeln!(out, "{HEADER}")?;
     // A line that cannot be written must not end the comparison; the last write reports it.
     let mut print = |comparison: &Comparison| {
@@ -55,6 +55,8 @@ fn compare<B: Backend>(
     };
     let mut backend = || open().map_err(|error| BenchError::model("opening the device", error));
     let mut comparisons = scenes(&mut backend, &checkpoint, &cases, &base, &mut print)?;
+    comparisons.push(agents(&mut backend, &checkpoint, &text, &tasks, &base)?);
+    comparisons.iter().rev().take(1).for_each(&mut print);
     comparisons.extend(matrix(&mut backend, &checkpoint, &cases, &Cell::all(), &base, &mut print)?);
     let different: usize = comparisons.iter().map(|c| c.different).sum();
     let tokens: usize = comparisons.iter().map(|c| c.tokens).sum();
@@ -64,9 +66,25 @@ fn compare<B: Backend>(
     writeln!(out, "{} conditions, {tokens} tokens compared, {different} answers differ", comparisons.len())?;
     if let Some(file) = file {
         file.finish_json(&json!({"model": checkpoint.location(), "device": name, "prompts": cases.len(),
-            "seed": args.seed, "comparisons": comparisons}))?;
+            "composition": what(&cases), "seed": args.seed, "comparisons": comparisons}))?;
     }
     Ok(if comparisons.iter().all(Comparison::holds) { ExitCode::SUCCESS } else { ExitCode::from(1) })
+}
+
+/// How many prompts of which kind.
+fn what(cases: &[Case]) -> String {
+    let of = |kind: CaseKind| cases.iter().filter(|case| case.kind == kind).count();
+    let drawn = cases.iter().filter(|case| case.sampling.temperature > 0.0).count();
+    format!(
+        "{} prompts ({} text, {} tools, {} pictures, {} long; {} greedy, {drawn} drawn; {} tokens)",
+        cases.len(),
+        of(CaseKind::Text),
+        of(CaseKind::Tools),
+        of(CaseKind::Picture),
+        of(CaseKind::Long),
+        cases.len() - drawn,
+        cases.iter().map(|case| case.ids.len()).sum::<usize>(),
+    )
 }
 
 const HEADER: &str = "answers   tokens   cached  drafted in  preempted  differ  condition";

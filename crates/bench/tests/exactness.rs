@@ -1,0 +1,89 @@
+//! A part of the exactness matrix that every run of the tests can afford: a few prompts of each kind, the corners of each axis.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use glimmer_bench::{
+    ModelText, PictureReader, Task,
+    exactness::{Base, Case, CaseKind, Cell, Comparison, agents, cases, matrix},
+    read_documents, read_task,
+};
+use glimmer_checkpoint::Checkpoint;
+use glimmer_engine::Settings;
+use glimmer_tensor::Cpu;
+
+const ROOT: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+
+fn checkpoint() -> Checkpoint {
+    Checkpoint::open(format!("{ROOT}/models/micro-bf16")).unwrap()
+}
+
+fn data(name: &str) -> String {
+    std::fs::read_to_string(format!("{ROOT}/data/eval/{name}.jsonl")).unwrap()
+}
+
+fn tasks(names: &[&str]) -> Vec<Task> {
+    names.iter().map(|name| read_task(name, &data(name)).unwrap()).collect()
+}
+
+fn base(text: &ModelText, context: usize) -> Base {
+    let settings = Settings {
+        real_vocab: Some(text.format.tokenizer().vocab_size()),
+        state_checkpoints: 16,
+        ..Settings::default()
+    };
+    Base { settings, context, seed: 3 }
+}
+
+/// The first greedy case of each kind, and the first drawn one.
+fn few(all: Vec<Case>) -> Vec<Case> {
+    let mut seen: Vec<(CaseKind, bool)> = Vec::new();
+    let mut new = |case: &Case| {
+        let drawn = case.sampling.temperature > 0.0;
+        let group = (if drawn { CaseKind::Text } else { case.kind }, drawn);
+        let new = !seen.contains(&group);
+        seen.push(group);
+        new
+    };
+    all.into_iter().filter(|case| new(case)).map(|case| Case { max_tokens: case.max_tokens.min(40), ..case }).collect()
+}
+
+fn all_hold(comparisons: &[Comparison]) {
+    for comparison in comparisons {
+        assert!(comparison.holds(), "{}: {:?}", comparison.condition, comparison.differences);
+    }
+}
+
+#[test]
+fn answers_are_the_same_in_the_corners_of_the_matrix() {
+    let checkpoint = checkpoint();
+    let text = ModelText::read(&checkpoint).unwrap();
+    let pictures = PictureReader::load(&checkpoint).unwrap();
+    let tasks = tasks(&["text", "tools_final", "vision", "recall"]);
+    let documents = read_documents("documents", &data("documents")).unwrap();
+    let base = base(&text, 600);
+    let cases = few(cases(&text, pictures.as_ref(), &tasks, &documents, 24, base.context).unwrap());
+    let kinds: Vec<CaseKind> = cases.iter().map(|case| case.kind).collect();
+    assert!([CaseKind::Text, CaseKind::Tools, CaseKind::Picture].iter().all(|kind| kinds.contains(kind)), "{kinds:?}");
+    let longest = cases.iter().map(|case| case.ids.len()).max().unwrap();
+    assert!(longest > 256 && cases.iter().any(|case| case.sampling.temperature > 0.0), "{longest}");
+    let corner = |cell: &Cell| cell.depth != 2 && cell.chunk != Some(256);
+    let cells: Vec<Cell> = Cell::all().into_iter().filter(corner).collect();
+    assert_eq!(cells.len(), 24);
+    let comparisons = matrix(&mut || Ok(Cpu::new(2)), &checkpoint, &cases, &cells, &base, &mut |_| {}).unwrap();
+    all_hold(&comparisons);
+    for (cell, comparison) in cells.iter().zip(&comparisons) {
+        assert_eq!(comparison.cached_tokens > 0, cell.prefix, "{}", comparison.condition);
+        assert_eq!(comparison.accepted_drafts > 0, cell.depth > 0, "{}", comparison.condition);
+    }
+}
+
+#[test]
+fn agents_compute_what_is_new_and_at_most_a_page() {
+    let checkpoint = checkpoint();
+    let text = ModelText::read(&checkpoint).unwrap();
+    let mut tools = tasks(&["tools"]);
+    tools[0].items.truncate(10);
+    let comparison = agents(&mut || Ok(Cpu::new(2)), &checkpoint, &text, &tools, &base(&text, 4096)).unwrap();
+    all_hold(std::slice::from_ref(&comparison));
+    // Ten turns of the user, and those of the tools.
+    assert!(comparison.answers > 10 && comparison.accepted_drafts > 0, "{comparison:?}");
+}
