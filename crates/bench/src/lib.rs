@@ -1,4 +1,4 @@
-//! Evaluation: task files and their graders, the token panel, acceptance of drafts, and reports.
+//! Evaluation: task files and their graders, the token panel, acceptance of drafts, and reports; a load generator.
 //!
 //! The harness knows models only through two traits: an [`Answerer`] answers conversations, a [`Scorer`] gives the
 //! distribution of the next token at every position of a document. Everything in a report is a plain count or an f64 sum
@@ -21,6 +21,7 @@ mod panel_scorer;
 pub mod parity;
 mod pictures;
 mod report;
+pub mod serve;
 mod tasks;
 
 pub use acceptance::Acceptance;

@@ -4,6 +4,8 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::load_args::BenchServeArgs;
+
 /// Quantize, verify, run and evaluate GLM-5.3-Flash models.
 ///
 /// A MODEL is a directory with config.json and safetensors shards: the BF16 checkpoint or a W4A16 artifact made from it.
@@ -58,7 +60,7 @@ pub(crate) enum Command {
     /// What this program finds of devices and their libraries, and what is missing; exit code 1 when a model could not
     /// run on a GPU
     Doctor(DoctorArgs),
-    /// Measure this machine
+    /// Measure this machine, or a server
     #[command(subcommand)]
     Bench(BenchCommand),
 }
@@ -475,6 +477,8 @@ pub(crate) enum BenchCommand {
     Model(BenchModelArgs),
     /// The GPTQ solve against the machine's f32 rate
     Gptq(BenchGptqArgs),
+    /// Load a server with OpenAI's API and measure what its clients see (flags as `vllm bench serve` names them)
+    Serve(Box<BenchServeArgs>),
     /// Whether answers depend on prefix cache, drafts, chunks, company or preemption (they must not)
     Exactness(BenchExactnessArgs),
     /// Greedy answers on a GPU against the CPU's: equal, or a near tie where they part; exit code 1 otherwise

@@ -1,6 +1,7 @@
 //! One module a command: arguments in, library call, printed result out.
 
 pub(crate) mod bench;
+pub(crate) mod bench_serve;
 pub(crate) mod chat;
 pub(crate) mod demo;
 pub(crate) mod dequantize;

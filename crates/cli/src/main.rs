@@ -7,6 +7,7 @@ mod commands;
 mod device;
 mod embedded;
 mod failure;
+mod load_args;
 mod logging;
 mod open;
 mod output;
@@ -19,7 +20,7 @@ use args::{BenchCommand, Cli, Command};
 use clap::Parser as _;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = Cli::parse_from(load_args::with_dashes(std::env::args_os()));
     match run(cli) {
         Ok(code) => code,
         Err(error) if failure::is_broken_pipe(&error) => ExitCode::SUCCESS,
@@ -52,6 +53,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(BenchCommand::Kernels(args)) => commands::bench::kernels(&args, threads),
         Command::Bench(BenchCommand::Model(args)) => commands::bench::model(&args, threads),
         Command::Bench(BenchCommand::Gptq(args)) => commands::bench::gptq(&args, threads),
+        Command::Bench(BenchCommand::Serve(args)) => commands::bench_serve::run(&args),
         Command::Bench(BenchCommand::Exactness(args)) => commands::exactness::run(&args, threads),
         Command::Bench(BenchCommand::Parity(args)) => commands::parity::run(&args, threads),
     }

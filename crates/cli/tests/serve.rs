@@ -226,6 +226,88 @@ fn steps_are_recorded_and_prefixes_reused() {
     assert!(lines.len() > 8, "{recorded}");
 }
 
+/// `glimmer bench` against a port.
+fn bench(port: u16, arguments: &str) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_glimmer"));
+    command.args(["bench", "serve", "--port", &port.to_string(), "--disable-tqdm"]).args(arguments.split_whitespace());
+    command.stdin(Stdio::null()).output().unwrap()
+}
+
+#[test]
+fn a_served_model_is_benched() {
+    let drafts = r#"{"method": "mtp", "num_speculative_tokens": 2}"#;
+    let server = Server::start(&["--speculative-config", drafts]);
+    let directory = tempfile::tempdir().unwrap();
+    let folder = directory.path().display();
+    let run = bench(
+        server.port,
+        &format!(
+            "--num_prompts 4 --random-input-len 40 --random-output-len 6 --random-range-ratio 0.3 --max-concurrency=2 \
+             --temperature 0 --percentile-metrics ttft,tpot,itl,e2el --metric-percentiles 50,99 --goodput ttft:60000 \
+             --num-warmups 1 --save-result --save-detailed --result-dir {folder}/new --result-filename r.json \
+             --metadata hardware=here --header x-key=secret"
+        ),
+    );
+    let (table, log) = (text(&run.stdout), text(&run.stderr));
+    assert!(run.status.success() && log.is_empty(), "{log}");
+    let value = |label: &str| {
+        let line = table.lines().find(|line| line.starts_with(label)).unwrap_or_else(|| panic!("{label} in {table}"));
+        line.rsplit(':').next().unwrap().trim().parse::<f64>().unwrap()
+    };
+    for (label, wanted) in
+        [("Successful requests:", 4.0), ("Failed requests:", 0.0), ("Maximum request concurrency:", 2.0)]
+    {
+        assert!((value(label) - wanted).abs() < 1e-9, "{table}");
+    }
+    assert!(
+        value("Request goodput (req/s):") > 0.0 && value("Acceptance length:") >= 1.0 && value("P99 E2EL (ms):") > 0.0
+    );
+    let saved: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(directory.path().join("new/r.json")).unwrap()).unwrap();
+    // Lengths are NumPy's for the seed 0.
+    assert_eq!((&saved["model_id"], &saved["hardware"]), (&"embedded".into(), &"here".into()));
+    assert_eq!(saved["output_lens"].as_array().unwrap().len(), 4);
+    assert_eq!(saved["total_output_tokens"].as_f64(), Some(value("Total generated tokens:")));
+    assert_eq!(saved["environment"]["prompts_sha256"].as_str().unwrap().len(), 64);
+    let flags = saved["environment"]["flags"].to_string();
+    assert!(flags.contains("x-key=...") && !flags.contains("secret"), "{flags}");
+    let chat = bench(
+        server.port,
+        "--backend openai-chat --num-prompts 2 --input-len 30 --output-len 5 --request-rate 50 --tokenizer embedded",
+    );
+    assert!(chat.status.success() && text(&chat.stdout).contains("Request rate configured (RPS):           50.00"));
+    let wrong = bench(server.port, "--model other --tokenizer embedded --num-prompts 2 --input-len 8 --output-len 2");
+    assert_eq!(wrong.status.code(), Some(1));
+    let (table, log) = (text(&wrong.stdout), text(&wrong.stderr));
+    assert!(table.contains("Failed requests:                         2") && log.contains("2 x HTTP 404"), "{log}");
+    assert!(server.stop().status.success());
+}
+
+#[test]
+fn a_bench_that_cannot_be_says_why() {
+    let free = free_port();
+    for (arguments, needle) in [
+        ("", "/v1/models: cannot connect to 127.0.0.1:"),
+        ("--base-url localhost", "--base-url: \"localhost\" does not begin with http://"),
+        ("--model m", "\"m\" is no directory with a tokenizer.json here; name one by --tokenizer"),
+        ("--model embedded --random-range-ratio 1", "--random-range-ratio: 1 is not in [0, 1)"),
+        ("--model embedded --dataset-name custom", "--dataset-name custom needs --dataset-path"),
+        ("--model embedded --dataset-name custom --dataset-path /no/such.jsonl", "cannot read /no/such.jsonl"),
+        ("--goodput itl:3", "--goodput itl:3: expected ttft:MS"),
+        ("--percentile-metrics ttft,x", "--percentile-metrics: \"x\" is none of ttft, tpot"),
+        ("--request-rate -1", "--request-rate: -1 is not a number of requests a second"),
+        ("--max-concurrency 0", "invalid value '0' for '--max-concurrency"),
+        ("--save-result --result-filename /no/such/r.json", "cannot write /no/such/r.json"),
+        ("--extra-body [1]", "expected a JSON object"),
+        ("--model embedded --ready-check-timeout-sec 1 --input-len 4", "the first request was not answered within 1 s"),
+    ] {
+        let output = bench(free, arguments);
+        let log = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(2), "{arguments}: {log}");
+        assert!(log.contains(needle), "{arguments}: {log}");
+    }
+}
+
 #[test]
 fn a_full_queue_answers_at_once() {
     let server = Server::start(&["--max-num-seqs", "1", "--max-num-queued-reqs", "1"]);
@@ -243,6 +325,8 @@ fn a_full_queue_answers_at_once() {
     let running = open();
     let mut byte = [0];
     (&running).read_exact(&mut byte).unwrap();
+    // The head of the answer may come before its place.
+    server.until_metrics_say("vllm:num_requests_running{model_name=\"embedded\",engine=\"0\"} 1");
     let waiting = open();
     server.until_metrics_say("vllm:num_requests_waiting{model_name=\"embedded\",engine=\"0\"} 1");
     let refused = server.post("/v1/completions", &body.replace("4000", "1"));

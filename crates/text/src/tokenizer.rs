@@ -75,6 +75,12 @@ impl Tokenizer {
         self.ends.len()
     }
 
+    /// Tokens of the vocabulary proper, without added ones.
+    #[must_use]
+    pub fn base_vocab_size(&self) -> usize {
+        self.ordinary.get_vocab_size(false)
+    }
+
     /// The added tokens.
     #[must_use]
     pub fn added(&self) -> &AddedTokens {

@@ -1,0 +1,25 @@
+//! A load generator for servers with OpenAI's APIs, and what it measures.
+//!
+//! [`dataset`] makes the prompts, [`arrival`] says when they are sent, [`load`] sends them through [`exchange`] over
+//! [`client`] and [`sse`], [`summary`] defines every reported quantity, [`report`] and [`table`] write it down. Flags, keys and
+//! labels are those of `vllm bench serve`, and so are prompts and arrival times for equal seeds.
+
+pub mod arrival;
+pub mod client;
+pub mod counters;
+pub mod dataset;
+#[cfg(feature = "tls")]
+mod encrypted;
+pub mod error;
+pub mod exchange;
+pub mod load;
+pub mod random;
+pub mod report;
+pub mod server;
+pub mod sse;
+pub mod statistics;
+pub mod summary;
+pub mod table;
+pub mod workload;
+
+pub use error::ServeBenchError;

@@ -1,0 +1,9 @@
+//! The load generator: its prompts, its definitions, its table, and what it makes of good and bad servers.
+
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
+
+mod dataset;
+mod faults;
+mod numbers;
+mod scripted;
+mod support;
