@@ -338,6 +338,9 @@ fn a_full_queue_answers_at_once() {
     // Whoever goes away makes room.
     drop((running, waiting));
     server.until_metrics_say("finished_reason=\"abort\"} 2");
+    for queue in ["running", "waiting"] {
+        server.until_metrics_say(&format!("vllm:num_requests_{queue}{{model_name=\"embedded\",engine=\"0\"}} 0"));
+    }
     let served = server.post("/v1/completions", r#"{"prompt": "one", "max_tokens": 1}"#);
     assert!(served.starts_with("HTTP/1.1 200"), "{served}");
     assert!(served.to_ascii_lowercase().contains("x-estimated-ttft-ms: "), "{served}");
