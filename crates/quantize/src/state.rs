@@ -92,6 +92,10 @@ impl Run {
     /// # Errors
     /// [`Error::NotEmpty`], [`Error::Busy`], [`Error::OtherRun`], or what the file system says.
     pub(crate) fn open(directory: &Path, inputs: Inputs, resume: bool) -> Result<Start> {
+        if directory.is_symlink() && !directory.exists() {
+            let nothing = std::io::Error::new(std::io::ErrorKind::NotFound, "it leads nowhere; make its target first");
+            return Err(Error::io(directory, "follow the link", nothing));
+        }
         let folder = directory.join(FOLDER);
         let fresh = State { inputs, shards: BTreeMap::new(), streams: None };
         // Nothing besides a folder in which nothing has been begun.

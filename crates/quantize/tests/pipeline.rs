@@ -342,10 +342,24 @@ fn another_runs_directory_is_refused_with_what_differs() {
     );
     let refused = run(&other_source.unwrap(), &Recipe::default(), &options);
     assert!(matches!(refused, Err(Error::OtherRun { field: "source", .. })));
+    // The same names, shapes, index and configuration, other weights: a model that was trained further.
+    let trained = altered(|_, bytes| {
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+    });
+    let refused = run(&trained, &Recipe::default(), &options);
+    assert!(matches!(refused, Err(Error::OtherRun { field: "source", .. })));
 
     let (folder, options) = fresh();
     let strange = Options { out: folder.path().to_owned(), ..options };
     std::fs::write(folder.path().join("notes.txt"), b"mine").unwrap();
+    #[cfg(unix)]
+    {
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink("nowhere", &link).unwrap();
+        let refused = run(&source, &Recipe::default(), &Options { out: link, ..strange.clone() });
+        assert!(refused.unwrap_err().to_string().contains("it leads nowhere"));
+    }
     for resume in [false, true] {
         let refused = run(&source, &Recipe::default(), &Options { resume, ..strange.clone() });
         assert!(matches!(refused, Err(Error::NotEmpty { .. })));

@@ -108,6 +108,11 @@ fn origin(ledger: &mut Ledger, manifest: &Manifest, source: Option<&Source>) {
             identity.tensor_bytes
         );
         ledger.field(G15, "manifest.json: source", found, "give the source that the artifact was made from");
+    } else if let (Some(then), Some(now)) = (recorded.sample_sha256, identity.sample_sha256)
+        && then != now
+    {
+        let found = format!("expected weights whose sample has SHA-256 {then}, found {now} in the source");
+        ledger.field(G15, "manifest.json: source", found, "give the source that the artifact was made from");
     } else if recorded.index_sha256 != identity.index_sha256 {
         ledger.note(G15, "the source's index is not the recorded one: its shards were cut anew");
     }

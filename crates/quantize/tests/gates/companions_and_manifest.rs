@@ -90,6 +90,14 @@ fn the_manifest_and_what_it_alone_covers_are_g15s() {
             shard[..8].copy_from_slice(&length.to_le_bytes());
         }),
         Case {
+            name: "made from a source with other weights",
+            damage: Damage::Later(|f| {
+                manifest(f, |m| m["source"]["sample_sha256"] = json!("00".repeat(32)));
+            }),
+            with_source: &[G15],
+            alone: &[],
+        },
+        Case {
             name: "made from another source",
             damage: Damage::Later(|f| {
                 manifest(f, |m| m["source"]["config_sha256"] = json!("00".repeat(32)));
