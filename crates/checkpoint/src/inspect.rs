@@ -8,6 +8,7 @@ mod page;
 use std::{collections::BTreeMap, path::Path};
 
 use serde::Serialize;
+use serde_json::Value;
 
 use crate::{
     checkpoint::Checkpoint,
@@ -142,7 +143,8 @@ pub struct QuantizedSummary {
     pub bits_per_weight: f64,
 }
 
-/// Inspects a checkpoint directory or a `config.json`. With `as_w4a16` the figures are those of the W4A16 artifact that the
+/// Inspects a checkpoint directory or a `config.json`. A lone `config.json` of a W4A16 artifact gives the figures of that
+/// artifact, any other those of the BF16 checkpoint. With `as_w4a16` the figures are those of the W4A16 artifact that the
 /// configuration implies.
 ///
 /// # Errors
@@ -152,8 +154,18 @@ pub fn inspect(path: &Path, as_w4a16: bool) -> Result<Inspection, Error> {
     let subject = path.display().to_string();
     if as_w4a16 || !path.is_dir() {
         let config = Config::from_file(path)?;
-        let inventory = if as_w4a16 { Inventory::w4a16(&config)? } else { Inventory::bf16(&config) };
-        return Ok(derived(subject, &config, &inventory, as_w4a16));
+        let stated = config.quantization.as_ref().map(storage_of);
+        let packed = as_w4a16 || stated == Some(Some(Storage::W4a16));
+        let inventory = if packed { Inventory::w4a16(&config)? } else { Inventory::bf16(&config) };
+        let mut inspection = derived(subject, &config, &inventory, packed);
+        if stated == Some(None) {
+            inspection.problems.push(
+                "config.json, `quantization_config`: expected that of a W4A16 artifact (compressed-tensors, pack-quantized) \
+                 or of a block-FP8 checkpoint, found another; the figures are those of the BF16 checkpoint"
+                    .to_owned(),
+            );
+        }
+        return Ok(inspection);
     }
     let (checkpoint, damages) = Checkpoint::survey(path)?;
     let mut inspection = stored(subject, &checkpoint)?;
@@ -171,6 +183,16 @@ pub fn inspect_open(subject: &str, checkpoint: &Checkpoint, as_w4a16: bool) -> R
         return Ok(derived(subject.to_owned(), config, &Inventory::w4a16(config)?, true));
     }
     stored(subject.to_owned(), checkpoint)
+}
+
+/// What a `quantization_config` says of the routed experts; none if it is not a form that this program reads.
+fn storage_of(block: &Value) -> Option<Storage> {
+    let text = |key: &str| block[key].as_str();
+    match (text("quant_method"), text("format"), text("fmt")) {
+        (Some("compressed-tensors"), Some("pack-quantized"), _) => Some(Storage::W4a16),
+        (Some("fp8"), _, None | Some("e4m3")) => Some(Storage::Fp8),
+        _ => None,
+    }
 }
 
 fn derived(subject: String, config: &Config, inventory: &Inventory, as_w4a16: bool) -> Inspection {

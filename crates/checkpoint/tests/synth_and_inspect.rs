@@ -112,6 +112,28 @@ fn inspection_of_the_released_configuration() {
 }
 
 #[test]
+fn a_lone_configuration_is_taken_by_its_quantization_config() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("config.json");
+    let micro = Config::parse(MICRO_CONFIG).unwrap();
+    let packed = quantization_config(&micro, Scheme::default());
+    for (block, storage, problems) in [
+        (packed, Storage::W4a16, 0),
+        // The released block-FP8 checkpoint is read as BF16.
+        (json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}), Storage::Bf16, 0),
+        (json!({"quant_method": "awq"}), Storage::Bf16, 1),
+        (json!([]), Storage::Bf16, 1),
+    ] {
+        let mut config: Value = serde_json::from_str(MICRO_CONFIG).unwrap();
+        config["quantization_config"] = block.clone();
+        fs::write(&path, config.to_string()).unwrap();
+        let inspection = inspect(&path, false).unwrap();
+        assert_eq!((inspection.storage, inspection.problems.len()), (storage, problems), "{block}");
+        assert_eq!(inspection.quantized.is_some(), storage == Storage::W4a16);
+    }
+}
+
+#[test]
 fn inspection_of_directories() {
     let micro = inspect(Path::new(MICRO), false).unwrap();
     assert_eq!((micro.tensors, micro.shards, micro.storage), (479, 3, Storage::Bf16));
