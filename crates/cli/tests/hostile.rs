@@ -144,6 +144,24 @@ fn numbers_of_the_pipeline_are_checked_before_anything_is_written() {
 }
 
 #[test]
+fn calibration_samples_that_do_not_fit_are_named_by_file_and_line() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let (calib, out) = (folder.path().join("c.jsonl"), folder.path().join("q"));
+    let (calib, out) = (calib.to_str().expect("UTF-8"), out.to_str().expect("UTF-8"));
+    let long = vec!["7"; 9000].join(",");
+    for (line, wanted) in [
+        ("{\"input_ids\": [99999]}".to_owned(), "(line 2): token 99999 does not exist"),
+        (format!("{{\"input_ids\": [{long}]}}"), "(line 2): 9000 tokens"),
+        ("{\"text\": \"<|image|>\"}".to_owned(), "(line 2): 1 image placeholder tokens, but features for 0"),
+        ("{\"input_ids\": [3233], \"images\": [\"AAAA\"]}".to_owned(), "line 2: image: "),
+    ] {
+        fs::write(calib, format!("{{\"input_ids\": [5]}}\n{line}\n")).expect("written");
+        refused(&["quantize", "--source", MICRO, "--calib", calib, "--out", out], &[calib, wanted]);
+    }
+    assert!(!Path::new(out).exists());
+}
+
+#[test]
 fn nothing_to_measure_is_refused() {
     refused(&["eval", "--limit", "0"], &["--limit 0: nothing would be measured"]);
     refused(&["eval", "--batch", "0"], &["--batch 0"]);

@@ -2,11 +2,12 @@
 
 use std::{io::Write as _, path::Path, process::ExitCode};
 
-use anyhow::bail;
+use anyhow::{Context as _, anyhow, bail};
 use glimmer_bench::{PictureEncoder, calibration_samples, read_calibration};
 use glimmer_checkpoint::Checkpoint;
 use glimmer_quantize::{
-    CalibratedExperts, CalibrationSample, Method, Options, Progress, Recipe, gptq::Order, quantize, scales::ScaleRule,
+    CalibratedExperts, CalibrationSample, Error, Method, Options, Progress, Recipe, gptq::Order, quantize,
+    scales::ScaleRule,
 };
 use glimmer_tensor::Cpu;
 use indicatif::ProgressBar;
@@ -25,12 +26,22 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
         bail!("--budget-gib {}: expected a positive number of GiB", args.budget_gib);
     }
     let source = open::model(args.source.as_deref())?;
-    let samples = if recipe.method == Method::Rtn { Vec::new() } else { calibration(args, &source, threads)? };
+    let calibration = if recipe.method == Method::Rtn { None } else { Some(calibration(args, &source, threads)?) };
+    let samples = calibration.as_ref().map_or(&[][..], |c| &c.samples);
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive and finite; saturates")]
     let options =
         Options { budget_bytes: budget as usize, threads, resume: args.resume, ..Options::new(args.out.clone()) };
     let mut bar = Bar { bar: progress::bar(0, "quantizing") };
-    let finished = quantize(Cpu::new(threads), &source, &samples, &recipe, &options, &mut bar)?;
+    let finished =
+        quantize(Cpu::new(threads), &source, samples, &recipe, &options, &mut bar).map_err(|error| {
+            match (&error, &calibration) {
+                (Error::Calibration { sample, problem }, Some(c)) => {
+                    let id = c.ids.get(*sample).map_or("", String::as_str);
+                    anyhow!("{}, sample {} ({id}): {problem}", c.file, sample + 1)
+                }
+                _ => error.into(),
+            }
+        })?;
     bar.bar.finish_and_clear();
     let (report, timing) = (&finished.report, &finished.timing);
     let fallbacks = report.fallbacks().count();
@@ -94,8 +105,15 @@ fn recipe(args: &QuantizeArgs) -> Recipe {
     }
 }
 
+/// Calibration samples, and what they are called in errors.
+struct Calibration {
+    file: String,
+    ids: Vec<String>,
+    samples: Vec<CalibrationSample>,
+}
+
 /// The calibration samples that `--calib` names; the embedded set for the embedded model.
-fn calibration(args: &QuantizeArgs, source: &Checkpoint, threads: usize) -> anyhow::Result<Vec<CalibrationSample>> {
+fn calibration(args: &QuantizeArgs, source: &Checkpoint, threads: usize) -> anyhow::Result<Calibration> {
     let (name, text) = match (&args.calib, &args.source) {
         (Some(path), _) => (path.display().to_string(), open::text(path)?),
         (None, None) => ("the embedded calibration set".to_owned(), String::from_utf8(embedded::CALIBRATION.to_vec())?),
@@ -106,7 +124,8 @@ fn calibration(args: &QuantizeArgs, source: &Checkpoint, threads: usize) -> anyh
     let documents = read_calibration(&name, &text, source)?;
     let pictures = documents.iter().any(|d| !d.images.is_empty());
     let mut pictures = if pictures { PictureEncoder::load(Cpu::new(threads), source)? } else { None };
-    Ok(calibration_samples(&documents, pictures.as_mut())?)
+    let samples = calibration_samples(&documents, pictures.as_mut()).with_context(|| name.clone())?;
+    Ok(Calibration { file: name, ids: documents.into_iter().map(|d| d.id).collect(), samples })
 }
 
 /// Draws the run.
