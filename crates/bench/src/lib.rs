@@ -7,6 +7,7 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value, reason = "test helpers take JSON literals by value"))]
 
 mod acceptance;
+mod behaviour;
 mod calibration;
 mod demo;
 mod engine;
@@ -25,6 +26,7 @@ pub mod serve;
 mod tasks;
 
 pub use acceptance::Acceptance;
+pub use behaviour::behaviour;
 pub use calibration::{calibration_samples, read_calibration};
 pub use demo::{
     DemoAnswer, DemoDevice, DemoInput, DemoProgress, DemoReport, KldSummary, MtpSummary, QuantizeSummary, StageTime,

@@ -12,7 +12,7 @@ use crate::kld::{RowSink, Scorer};
 use crate::panel::Document;
 
 /// Rows a step: enough for the matrix products, small enough for the logits of a large vocabulary.
-const CHUNK: usize = 256;
+pub(crate) const CHUNK: usize = 256;
 
 /// A model that scores documents without images.
 #[derive(Debug)]
@@ -46,19 +46,7 @@ impl<B: Backend> PanelScorer<B> {
 
     fn chunk(&mut self, document: &Document, first: usize, sink: &mut RowSink<'_>) -> Result<(), glimmer_model::Error> {
         let tokens: Vec<u32> = document.ids[first..].iter().take(CHUNK).copied().collect();
-        let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
-        let rows = narrow(tokens.len());
-        let pages: Vec<u32> = (0..narrow((first + tokens.len()).div_ceil(PAGE_TOKENS))).collect();
-        let segment = Segment {
-            slot: 0,
-            position: narrow(first),
-            rows,
-            fold: 0,
-            commit: rows,
-            first_page: 0,
-            pages: narrow(pages.len()),
-        };
-        let step = Step { tokens, segments: vec![segment], pages, logits: (0..rows).collect(), features: Vec::new() };
+        let step = chunk(first, tokens);
         self.model.forward(&step, &mut ())?;
         for index in 0..step.rows() {
             self.model.logits(index, &mut self.row)?;
@@ -66,6 +54,23 @@ impl<B: Backend> PanelScorer<B> {
         }
         Ok(())
     }
+}
+
+/// A step over some rows of the one sequence from position `first` on, every row with logits.
+pub(crate) fn chunk(first: usize, tokens: Vec<u32>) -> Step {
+    let narrow = |n: usize| u32::try_from(n).unwrap_or(u32::MAX);
+    let rows = narrow(tokens.len());
+    let pages: Vec<u32> = (0..narrow((first + tokens.len()).div_ceil(PAGE_TOKENS))).collect();
+    let segment = Segment {
+        slot: 0,
+        position: narrow(first),
+        rows,
+        fold: 0,
+        commit: rows,
+        first_page: 0,
+        pages: narrow(pages.len()),
+    };
+    Step { tokens, segments: vec![segment], pages, logits: (0..rows).collect(), features: Vec::new() }
 }
 
 impl<B: Backend> Scorer for PanelScorer<B> {

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use glimmer_bench::{DemoInput, DemoProgress, Document, Task, demo, read_documents, read_task};
+use glimmer_quantize::gates::Status;
 use glimmer_tensor::Cpu;
 use serde_json::Value;
 
@@ -56,6 +57,7 @@ fn the_chain_yields_a_verified_artifact_that_answers() {
     let report = demo(&input, &|threads| Ok(Cpu::new(threads)), &mut stages).unwrap();
 
     assert!(report.verify.passed, "{}", report.verify.verdict);
+    assert!(report.verify.verdict.gates.iter().all(|gate| gate.status == Status::Pass), "{}", report.verify.verdict);
     assert!(report.quantize.matrices > 0 && report.quantize.tokens > 0);
     let rows: Vec<_> = report.tasks.iter().map(|pair| (pair.task.as_str(), pair.thinking, pair.items)).collect();
     let expected =

@@ -251,6 +251,15 @@ pub(crate) struct VerifyArgs {
     /// Check every tensor where the default takes a sample
     #[arg(long)]
     pub(crate) full: bool,
+    /// Also run artifact and source, which must both fit into memory, and judge the behaviour (G17)
+    #[arg(long, requires = "source")]
+    pub(crate) run: bool,
+    /// Largest divergence from the source that passes: KL in nats a token, each capped at 0.05
+    #[arg(long, value_name = "NATS", default_value_t = 5e-4, requires = "run", allow_negative_numbers = true)]
+    pub(crate) max_divergence: f64,
+    /// Documents to run on (JSONL with input_ids; default: the embedded 200)
+    #[arg(long, value_name = "FILE", requires = "run")]
+    pub(crate) documents: Option<PathBuf>,
     /// Print JSON
     #[arg(long)]
     pub(crate) json: bool,

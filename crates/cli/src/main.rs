@@ -40,7 +40,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Inspect(args) => commands::inspect::run(&args),
         Command::Plan(args) => commands::plan::run(&args),
         Command::Quantize(args) => commands::quantize::run(&args, threads),
-        Command::Verify(args) => commands::verify::run(&args),
+        Command::Verify(args) => commands::verify::run(&args, threads),
         Command::Generate(args) => commands::generate::run(&args, threads),
         Command::Chat(args) => commands::chat::run(&args, threads),
         Command::Eval(args) => commands::eval::run(&args, threads),

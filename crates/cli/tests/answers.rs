@@ -88,3 +88,37 @@ fn a_task_is_evaluated() {
     let text = printed(&["eval", "--task", "facts", "--limit", "4", "--thinking", "off"]);
     assert!(text.contains("facts") && text.contains("100.0"), "{text}");
 }
+
+#[test]
+fn the_behaviour_of_an_artifact_is_judged_on_request() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let path = |name: &str| folder.path().join(name).to_string_lossy().into_owned();
+    let (artifact, documents) = (path("artifact"), path("documents.jsonl"));
+    let source = data("../models/micro-bf16");
+    let all = std::fs::read_to_string(data("eval/documents.jsonl")).expect("documents");
+    let few: Vec<&str> = all.lines().take(12).collect();
+    std::fs::write(&documents, few.join("\n")).expect("written");
+    printed(&["quantize", "--source", &source, "--method", "rtn", "--out", &artifact]);
+    let judge = |bound: &str| {
+        glimmer(&[
+            "verify",
+            "--artifact",
+            &artifact,
+            "--source",
+            &source,
+            "--run",
+            "--documents",
+            &documents,
+            "--max-divergence",
+            bound,
+        ])
+    };
+    let good = judge("0.01");
+    let text = String::from_utf8_lossy(&good.stdout).into_owned();
+    assert_eq!(good.status.code(), Some(0), "{text}");
+    assert!(text.lines().any(|line| line.starts_with("G17") && line.contains("pass")), "{text}");
+    let bad = judge("1e-5");
+    let text = String::from_utf8_lossy(&bad.stdout).into_owned();
+    assert_eq!(bad.status.code(), Some(1), "{text}");
+    assert!(text.contains("FAILED: G17") && text.contains("divergence from the source"), "{text}");
+}

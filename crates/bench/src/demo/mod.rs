@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use glimmer_checkpoint::Checkpoint;
 use glimmer_quantize::Recipe;
-use glimmer_quantize::gates::{VerifyOptions, verify};
+use glimmer_quantize::gates::{Behaviour, VerifyOptions, verify};
 use glimmer_tensor::{Backend, Cpu};
 
 use crate::acceptance::Acceptance;
@@ -89,7 +89,7 @@ pub fn demo<B: Backend>(
         stages::quantized(&source, &samples, &Recipe::default(), input.artifact, input.threads, &mut clock)?;
 
     clock.stage("verify");
-    let verdict = verify(input.artifact, Some(input.source), &VerifyOptions::default())
+    let mut verdict = verify(input.artifact, Some(input.source), &VerifyOptions::default())
         .map_err(|error| BenchError::model("verifying", error))?;
 
     clock.stage("quantize for comparison");
@@ -109,7 +109,16 @@ pub fn demo<B: Backend>(
 
     let (seconds, stages) = clock.finish();
     let seconds_of = |name: &str| stages.iter().find(|time| time.stage == name).map_or(0.0, |time| time.seconds);
-    let acceptance = Acceptance::from(&w4a16.drafts);
+    let (acceptance, acceptance_bf16) = (Acceptance::from(&w4a16.drafts), Acceptance::from(&bf16.drafts));
+    // An artifact of this program is at least as near to its source as one of the common recipe.
+    verdict.judge_behaviour(|| {
+        Ok(Behaviour {
+            divergence: default.capped,
+            divergence_bound: parity.capped,
+            acceptance: acceptance.by_position.clone(),
+            source_acceptance: acceptance_bf16.by_position.clone(),
+        })
+    });
     Ok(DemoReport {
         seconds,
         quantize: QuantizeSummary {
@@ -128,7 +137,7 @@ pub fn demo<B: Backend>(
         },
         mtp: MtpSummary {
             acceptance: acceptance.by_position,
-            acceptance_bf16: Acceptance::from(&bf16.drafts).by_position,
+            acceptance_bf16: acceptance_bf16.by_position,
             mean_length: acceptance.mean_length,
         },
         answers,

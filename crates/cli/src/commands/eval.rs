@@ -157,7 +157,8 @@ fn read_tasks(names: &[String]) -> anyhow::Result<Vec<Task>> {
         .collect()
 }
 
-fn documents(path: Option<&Path>) -> anyhow::Result<Vec<Document>> {
+/// The documents of a file, or the embedded ones.
+pub(super) fn documents(path: Option<&Path>) -> anyhow::Result<Vec<Document>> {
     match path {
         Some(path) => Ok(read_documents(&path.display().to_string(), &open::text(path)?)?),
         None if embedded::DOCUMENTS.is_empty() => bail!("this build has no embedded documents: give --documents FILE"),
