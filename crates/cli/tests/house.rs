@@ -43,6 +43,8 @@ fn library_part(text: &str) -> &str {
 fn is_test(path: &Path) -> bool {
     path.components().any(|c| ["tests", "benches", "examples"].iter().any(|d| c.as_os_str() == *d))
         || path.ends_with("tests.rs")
+        // Measurements at the released sizes.
+        || path.starts_with(root().join("crates/cuda/src/bench"))
 }
 
 fn metadata() -> Value {
