@@ -357,7 +357,7 @@ fn another_runs_directory_is_refused_with_what_differs() {
     {
         let link = folder.path().join("link");
         std::os::unix::fs::symlink("nowhere", &link).unwrap();
-        let refused = run(&source, &Recipe::default(), &Options { out: link, ..strange.clone() });
+        let refused = run(&source, &Recipe::default(), &Options { out: link, ..strange });
         assert!(refused.unwrap_err().to_string().contains("it leads nowhere"));
     }
     for resume in [false, true] {

@@ -130,7 +130,7 @@ fn the_router_is_the_same_on_every_device_and_in_every_batch() {
     let mut random = Random(20);
     for (experts, width, top) in [(8, 128, 2), (300, 96, 8)] {
         let rule = RouterRule { top, ..RULE };
-        let (gate, values) = matrix(&mut random, Kind::Bf16, experts, width);
+        let gate = matrix(&mut random, Kind::Bf16, experts, width).0;
         let bias = vector(&random.values(experts));
         let rows = 41;
         let x = buffer(rows, width, &random.values(rows * width));
