@@ -23,6 +23,7 @@ pub mod parity;
 mod pictures;
 mod report;
 pub mod serve;
+pub mod soak;
 mod tasks;
 
 pub use acceptance::Acceptance;

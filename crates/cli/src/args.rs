@@ -492,6 +492,8 @@ pub(crate) enum BenchCommand {
     Exactness(BenchExactnessArgs),
     /// Greedy answers on a GPU against the CPU's: equal, or a near tie where they part; exit code 1 otherwise
     Parity(BenchParityArgs),
+    /// Many clients against a server for a long time, some of them badly behaved: does anything break or stay behind?
+    Soak(BenchSoakArgs),
 }
 
 #[derive(Debug, Args)]
@@ -519,6 +521,34 @@ pub(crate) struct BenchParityArgs {
     pub(crate) json: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchSoakArgs {
+    /// Clients, each with one request at a time
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) clients: u32,
+    /// Most sequences that the server runs at once
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub(crate) sequences: u32,
+    /// How long requests are started
+    #[arg(long, default_value_t = 20.0, value_name = "MINUTES")]
+    pub(crate) minutes: f64,
+    /// End after so many requests, if that is earlier
+    #[arg(long, value_name = "N")]
+    pub(crate) requests: Option<u64>,
+    /// Answers to be repeated alone and compared
+    #[arg(long, default_value_t = 1000, value_name = "N")]
+    pub(crate) compare: usize,
+    /// Seed of everything that clients do
+    #[arg(long, default_value_t = 0, value_name = "N")]
+    pub(crate) seed: u64,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    /// A model directory, if any, and further flags of the server (default: so little cache that pages run out)
+    #[arg(last = true, value_name = "SERVE FLAGS")]
+    pub(crate) flags: Vec<std::ffi::OsString>,
 }
 
 #[derive(Debug, Args)]

@@ -16,5 +16,6 @@ pub(crate) mod plan;
 pub(crate) mod quantize;
 pub(crate) mod replay;
 pub(crate) mod serve;
+pub(crate) mod soak;
 pub(crate) mod synth;
 pub(crate) mod verify;

@@ -56,5 +56,6 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(BenchCommand::Serve(args)) => commands::bench_serve::run(&args),
         Command::Bench(BenchCommand::Exactness(args)) => commands::exactness::run(&args, threads),
         Command::Bench(BenchCommand::Parity(args)) => commands::parity::run(&args, threads),
+        Command::Bench(BenchCommand::Soak(args)) => commands::soak::run(&args, cli.threads),
     }
 }

@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "helpers of tests fail by panicking")]
 
 use std::{
-    io::{Read as _, Write as _},
+    io::{BufRead as _, BufReader, Read as _, Write as _},
     net::{TcpListener, TcpStream},
     path::{Path, PathBuf},
     process::{Child, Command, Output, Stdio},
@@ -363,11 +363,11 @@ fn every_recipe_starts_on_the_cpu() {
         arguments[0] = &model;
         if arguments.contains(&"--headless") {
             // A rank without HTTP: it runs until it is told to stop.
-            let child = glimmer(&arguments).spawn().unwrap();
-            std::thread::sleep(Duration::from_millis(500));
-            let output = Server { child: Some(child), port: 0 }.stop();
-            let log = text(&output.stderr);
-            assert!(log.contains("--headless: on the CPU"), "{log}");
+            let mut child = glimmer(&arguments).spawn().unwrap();
+            let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+            let server = Server { child: Some(child), port: 0 };
+            assert!(lines.any(|line| line.unwrap().contains("--headless: on the CPU")), "{}", path.display());
+            assert!(server.stop().status.success());
             continue;
         }
         // The last of two counts.
@@ -379,6 +379,18 @@ fn every_recipe_starts_on_the_cpu() {
         assert!(output.status.success() && log.contains("--tensor-parallel-size"), "{}: {log}", path.display());
     }
     assert_eq!(count, 9);
+}
+
+#[test]
+fn a_short_soak_holds() {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_glimmer"));
+    // One thread: beside the other tests, two would mostly wait for each other.
+    command.args(["--threads", "1", "bench", "soak", "--clients", "12", "--sequences", "6"]);
+    command.args(["--requests", "40", "--compare", "8"]);
+    let output = command.output().unwrap();
+    let report = text(&output.stdout);
+    assert!(output.status.success(), "{report}{}", text(&output.stderr));
+    assert!(report.contains("8 compared, 0 differ") && report.contains("problems         0"), "{report}");
 }
 
 #[test]

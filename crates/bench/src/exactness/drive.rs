@@ -10,15 +10,15 @@ use crate::error::BenchError;
 
 /// Random numbers by a counter (SplitMix64): the same order on every machine.
 #[derive(Clone, Debug)]
-pub(super) struct Dice(u64);
+pub(crate) struct Dice(u64);
 
 impl Dice {
-    pub(super) fn new(seed: u64) -> Self {
+    pub(crate) fn new(seed: u64) -> Self {
         Self(seed)
     }
 
     /// A number below `below` (at least 1).
-    pub(super) fn below(&mut self, below: usize) -> usize {
+    pub(crate) fn below(&mut self, below: usize) -> usize {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);

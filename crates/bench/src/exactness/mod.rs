@@ -20,6 +20,7 @@ use cases::turn_start;
 
 pub use agent::agents;
 pub use cases::{Case, CaseKind, cases};
+pub(crate) use drive::Dice;
 pub use matrix::{Cell, Company, MATRIX, matrix};
 pub use scenes::scenes;
 
