@@ -4,6 +4,7 @@
 
 mod support;
 
+use base64::{Engine as _, engine::general_purpose::STANDARD};
 use glimmer_server::stops::{Piece, StopFilter};
 use proptest::prelude::*;
 use serde_json::{Value, json};
@@ -104,8 +105,49 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
 }
 
+/// Cases of a property; `PROPTEST_CASES` asks for more, which fixed numbers would not hear.
+fn cases() -> u32 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(200)
+}
+
+/// A file that is nearly a picture: a real one with bytes changed and its end cut off, or a known beginning and noise.
+fn nearly_a_picture() -> impl Strategy<Value = Vec<u8>> {
+    let real = include_bytes!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/goldens/micro/image_direct.png"));
+    let changes = prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6);
+    let changed = (changes, any::<prop::sample::Index>(), any::<bool>()).prop_map(move |(changes, end, cut)| {
+        let mut bytes = real.to_vec();
+        for (place, byte) in changes {
+            let place = place.index(bytes.len());
+            bytes[place] = byte;
+        }
+        bytes.truncate(if cut { end.index(bytes.len()) } else { bytes.len() });
+        bytes
+    });
+    let beginnings: Vec<&'static [u8]> = vec![
+        b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR",
+        b"\xff\xd8\xff\xe0\0\x10JFIF\0",
+        b"GIF89a",
+        b"RIFF\x40\0\0\0WEBPVP8 ",
+        b"BM",
+        b"",
+    ];
+    let noise = (prop::sample::select(beginnings), prop::collection::vec(any::<u8>(), 0..200))
+        .prop_map(|(beginning, noise)| [beginning, &noise].concat());
+    prop_oneof![changed, noise]
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_picture_makes_the_server_fail(file in nearly_a_picture(), media_type in prop::sample::select(vec!["png", "jpeg", "webp", "gif", "x"])) {
+        let server = Server::saying("a</think>b");
+        let url = format!("data:image/{media_type};base64,{}", STANDARD.encode(&file));
+        let parts = json!([{"type": "image_url", "image_url": {"url": url}}]);
+        let reply = runtime().block_on(server.chat(json!({"messages": [{"role": "user", "content": parts}]})));
+        let status = reply.status.as_u16();
+        prop_assert!(status == 200 || status == 400, "{status} {}", reply.text);
+    }
 
     #[test]
     fn no_body_makes_the_server_fail(
