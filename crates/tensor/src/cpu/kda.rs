@@ -18,7 +18,7 @@ use super::{
     simd::{
         Isa,
         delta::{COLUMNS, DeltaRows, conv_silu, delta, exp_in_place, fold, gated_norm, log_decays, normalize},
-        lanes,
+        math,
     },
     types::{LANES, require, require_equal},
 };
@@ -217,7 +217,7 @@ impl Stage<'_> {
         }
         conv_silu(isa, taps, triple, raw, qkv);
 
-        let rate = lanes::exp(w.a_log.as_slice()[head]);
+        let rate = math::exp(w.a_log.as_slice()[head]);
         let bias = &w.dt_bias.as_slice()[head * dim..][..dim];
         let query_factor = 1.0 / (dim as f32).sqrt();
         for t in 0..rows {
@@ -227,7 +227,7 @@ impl Stage<'_> {
             normalize(isa, 1.0, &mut rest[..dim]);
             let f = &self.gates.row(row)[head * dim..][..dim];
             log_decays(isa, w.gate_lower_bound, rate, f, bias, &mut decay[t * dim..][..dim]);
-            beta[t] = lanes::sigmoid(self.proj.row(row)[3 * inner + head]);
+            beta[t] = math::sigmoid(self.proj.row(row)[3 * inner + head]);
         }
 
         if self.form == KdaForm::Chunked && block.commit == BLOCK {

@@ -14,7 +14,7 @@
 use super::{
     Chunks, Cpu, CpuBuffer, CpuMatrix, Panels,
     simd::{
-        lanes,
+        math,
         stored::{Weights, dots},
         streams::{MAX_STREAMS, collapse, merge, sum_of_squares},
     },
@@ -170,8 +170,8 @@ fn coefficients(mixer: &MhcWeights<Cpu>, m: &[f32], pre: &mut [f32], post: &mut 
     let (base, scale) = (mixer.base.as_slice(), mixer.scale.as_slice());
     let logit = |i: usize, part: usize| m[i].mul_add(scale[part], base[i]);
     for i in 0..n {
-        pre[i] = lanes::sigmoid(logit(i, 0)) + mixer.eps;
-        post[i] = 2.0 * lanes::sigmoid(logit(n + i, 1));
+        pre[i] = math::sigmoid(logit(i, 0)) + mixer.eps;
+        post[i] = 2.0 * math::sigmoid(logit(n + i, 1));
     }
     for (i, row) in comb.chunks_exact_mut(n).enumerate() {
         for (j, c) in row.iter_mut().enumerate() {
@@ -179,7 +179,7 @@ fn coefficients(mixer: &MhcWeights<Cpu>, m: &[f32], pre: &mut [f32], post: &mut 
         }
         let top = row.iter().copied().fold(f32::NEG_INFINITY, |m, v| if v > m { v } else { m });
         for c in &mut *row {
-            *c = lanes::exp(*c - top);
+            *c = math::exp(*c - top);
         }
         let sum: f32 = row.iter().sum();
         for c in row {

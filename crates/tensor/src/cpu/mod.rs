@@ -9,7 +9,6 @@ pub mod cache;
 mod dense;
 mod dsa;
 mod kda;
-pub(crate) mod math;
 mod mhc;
 mod mla;
 mod moe;

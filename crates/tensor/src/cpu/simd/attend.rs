@@ -5,7 +5,8 @@
 use std::ops::Range;
 
 use super::{
-    lanes::{LANES, exp, multiversion, sum_lanes},
+    lanes::{LANES, multiversion, sum_lanes},
+    math::exp,
     tile::{accumulate, blocks_of, lines, lines_mut, products},
 };
 use crate::PAGE_TOKENS;

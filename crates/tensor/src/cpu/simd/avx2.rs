@@ -63,16 +63,8 @@ impl Simd for Avx2 {
         halves!(_mm256_mul_ps(a, b))
     }
     #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        halves!(_mm256_div_ps(a, b))
-    }
-    #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         halves!(_mm256_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        halves!(_mm256_min_ps(a, b))
     }
     #[inline(always)]
     fn max(self, a: Self::V, b: Self::V) -> Self::V {
@@ -81,33 +73,6 @@ impl Simd for Avx2 {
     #[inline(always)]
     fn sqrt(self, v: Self::V) -> Self::V {
         halves!(_mm256_sqrt_ps(v))
-    }
-    #[inline(always)]
-    fn abs(self, v: Self::V) -> Self::V {
-        let sign = self.splat(-0.0);
-        halves!(_mm256_andnot_ps(sign, v))
-    }
-    #[inline(always)]
-    fn round(self, v: Self::V) -> Self::V {
-        const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-        // SAFETY: as in `halves`.
-        unsafe { (_mm256_round_ps::<NEAREST>(v.0), _mm256_round_ps::<NEAREST>(v.1)) }
-    }
-    #[inline(always)]
-    fn exp2(self, n: Self::V) -> Self::V {
-        #[inline(always)]
-        unsafe fn half(n: __m256) -> __m256 {
-            // SAFETY: passed on to the caller.
-            unsafe {
-                let biased = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
-                _mm256_castsi256_ps(_mm256_slli_epi32::<23>(biased))
-            }
-        }
-        halves!(half(n))
-    }
-    #[inline(always)]
-    fn select_negative(self, x: Self::V, a: Self::V, b: Self::V) -> Self::V {
-        halves!(_mm256_blendv_ps(b, a, x))
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {

@@ -60,16 +60,8 @@ impl Simd for Avx512 {
         proved!(_mm512_mul_ps(a, b))
     }
     #[inline(always)]
-    fn div(self, a: __m512, b: __m512) -> __m512 {
-        proved!(_mm512_div_ps(a, b))
-    }
-    #[inline(always)]
     fn fma(self, a: __m512, b: __m512, c: __m512) -> __m512 {
         proved!(_mm512_fmadd_ps(a, b, c))
-    }
-    #[inline(always)]
-    fn min(self, a: __m512, b: __m512) -> __m512 {
-        proved!(_mm512_min_ps(a, b))
     }
     #[inline(always)]
     fn max(self, a: __m512, b: __m512) -> __m512 {
@@ -78,26 +70,6 @@ impl Simd for Avx512 {
     #[inline(always)]
     fn sqrt(self, v: __m512) -> __m512 {
         proved!(_mm512_sqrt_ps(v))
-    }
-    #[inline(always)]
-    fn abs(self, v: __m512) -> __m512 {
-        proved!(_mm512_abs_ps(v))
-    }
-    #[inline(always)]
-    fn round(self, v: __m512) -> __m512 {
-        const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-        proved!(_mm512_roundscale_ps::<NEAREST>(v))
-    }
-    #[inline(always)]
-    fn exp2(self, n: __m512) -> __m512 {
-        proved!({
-            let biased = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
-            _mm512_castsi512_ps(_mm512_slli_epi32::<23>(biased))
-        })
-    }
-    #[inline(always)]
-    fn select_negative(self, x: __m512, a: __m512, b: __m512) -> __m512 {
-        proved!(_mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x)), b, a))
     }
     #[inline(always)]
     fn sum(self, v: __m512) -> f32 {

@@ -1,6 +1,7 @@
 //! Kernels of the chunked delta rule.
 
-use super::lanes::{LANES, Lanes, exp, fma, multiversion, padded, tree};
+use super::lanes::{LANES, Lanes, fma, multiversion, padded, tree};
+use super::math::exp;
 
 multiversion! {
     /// Running sums down the rows of `[rows, width]`, in place.

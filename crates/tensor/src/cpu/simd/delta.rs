@@ -1,6 +1,7 @@
 //! Kernels of the delta rule: convolution, gates, state update, gated norm. One head, a block of rows.
 
-use super::lanes::{LANES, Lanes, dot_lanes, exp, fma_scalar, inverse_rms, multiversion, sigmoid, silu};
+use super::lanes::{LANES, Lanes, dot_lanes, fma_scalar, inverse_rms, multiversion};
+use super::math::{exp, sigmoid, silu};
 
 /// Value columns of the state that are worked on together; `dim * COLUMNS` f32 stay in the first-level cache while a block
 /// of rows passes.

@@ -3,7 +3,8 @@
 #![allow(clippy::needless_range_loop, reason = "several arrays are walked by one index")]
 
 use super::{
-    lanes::{LANES, exp, multiversion, padded},
+    lanes::{LANES, multiversion, padded},
+    math::exp,
     tile::{lines, products},
 };
 

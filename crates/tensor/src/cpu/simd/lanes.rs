@@ -179,77 +179,9 @@ impl Stored for F32 {
     }
 }
 
-/// `e^x` to about one unit in the last place: `2^n e^r` with `n` the nearest integer to `x / ln 2` and a polynomial of
-/// degree 7 in `r`. NaN stays NaN, large values give infinity, very negative ones zero.
-#[inline(always)]
-pub(crate) fn exp(x: f32) -> f32 {
-    // Written as comparisons that are false for NaN, so that NaN passes.
-    let x = if x > 89.0 { 89.0 } else { x };
-    let x = if x < -104.0 { -104.0 } else { x };
-    // Adding 1.5 * 2^23 rounds to an integer, which then stands in the low bits.
-    const SHIFT: f32 = 12_582_912.0;
-    let shifted = x.mul_add(std::f32::consts::LOG2_E, SHIFT);
-    let n = shifted - SHIFT;
-    let k = (shifted.to_bits() as i32).wrapping_sub(SHIFT.to_bits() as i32);
-    // ln 2 in two parts, the first with few bits.
-    let r = n.mul_add(-0.693_359_4, x);
-    let r = n.mul_add(2.121_944_4e-4, r);
-    let mut p = 1.987_569_1e-4_f32;
-    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5] {
-        p = p.mul_add(r, c);
-    }
-    let e = p.mul_add(r * r, r) + 1.0;
-    // 2^k in two factors: k reaches 128 and -150, beyond the exponents of normal numbers.
-    let half = k >> 1;
-    let power = |k: i32| f32::from_bits((k.wrapping_add(127) as u32) << 23);
-    e * power(half) * power(k.wrapping_sub(half))
-}
-
-/// `1 / (1 + e^-x)`.
-#[inline(always)]
-pub(crate) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + exp(-x))
-}
-
-/// `x sigmoid(x)`.
-#[inline(always)]
-pub(crate) fn silu(x: f32) -> f32 {
-    x / (1.0 + exp(-x))
-}
-
 #[cfg(test)]
 mod tests {
-    use super::{Bf16, F32, LANES, Stored, dot_lanes, exp, sigmoid, silu, tree};
-
-    #[test]
-    #[allow(clippy::float_cmp, reason = "the limits are exact")]
-    fn exp_is_right_to_two_ulp() {
-        for i in -10_400..8_900 {
-            let x = i as f32 / 100.0 + 0.001_234;
-            let expected = f64::from(x).exp();
-            let ulp = f64::from(f32::from_bits((expected as f32).to_bits() + 1)) - f64::from(expected as f32);
-            if expected < f64::from(f32::MAX) {
-                assert!((f64::from(exp(x)) - expected).abs() <= 2.0 * ulp, "{x}: {} against {expected}", exp(x));
-            }
-        }
-        assert_eq!([exp(0.0), exp(-0.0), exp(-200.0), exp(f32::NEG_INFINITY)], [1.0, 1.0, 0.0, 0.0]);
-        assert_eq!([exp(89.0), exp(1e30), exp(f32::INFINITY)], [f32::INFINITY; 3]);
-        assert!(exp(f32::NAN).is_nan());
-    }
-
-    #[test]
-    fn sigmoid_and_silu_hold_their_limits() {
-        for i in -900..900 {
-            let x = i as f32 / 10.0;
-            let expected = 1.0 / (1.0 + (-f64::from(x)).exp());
-            // Results below the normal numbers may be zero.
-            let floor = f64::from(f32::MIN_POSITIVE);
-            assert!((f64::from(sigmoid(x)) - expected).abs() <= 1e-6 * expected + floor, "{x}");
-            let scale = f64::from(x).abs();
-            assert!((f64::from(silu(x)) - f64::from(x) * expected).abs() <= (1e-6 * expected + floor) * scale, "{x}");
-        }
-        assert!(sigmoid(f32::NAN).is_nan() && silu(f32::NAN).is_nan());
-    }
+    use super::{Bf16, F32, LANES, Stored, dot_lanes, tree};
 
     #[test]
     #[allow(clippy::float_cmp, reason = "the order of the sum decides its bits")]

@@ -25,6 +25,7 @@ pub(crate) mod delta;
 pub(crate) mod gelu;
 pub(crate) mod index;
 pub(crate) mod lanes;
+pub(crate) mod math;
 pub(crate) mod pack;
 pub(crate) mod product;
 mod scalar;
@@ -165,24 +166,12 @@ pub trait Simd: Copy {
     fn sub(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a * b`.
     fn mul(self, a: Self::V, b: Self::V) -> Self::V;
-    /// `a / b`.
-    fn div(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a * b + c`, rounded once.
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// `a < b ? a : b`: `b` when either is NaN.
-    fn min(self, a: Self::V, b: Self::V) -> Self::V;
     /// `a > b ? a : b`: `b` when either is NaN.
     fn max(self, a: Self::V, b: Self::V) -> Self::V;
     /// Square root.
     fn sqrt(self, v: Self::V) -> Self::V;
-    /// Absolute value (clears the sign bit).
-    fn abs(self, v: Self::V) -> Self::V;
-    /// Nearest integer, ties to even.
-    fn round(self, v: Self::V) -> Self::V;
-    /// `2^n` for integral `n` in -126 ..= 127; anything for other `n`.
-    fn exp2(self, n: Self::V) -> Self::V;
-    /// Lanes of `a` where the sign bit of `x` is set, else of `b`.
-    fn select_negative(self, x: Self::V, a: Self::V, b: Self::V) -> Self::V;
     /// The sum of the lanes: lane `i` plus lane `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
     fn sum(self, v: Self::V) -> f32;
     /// Sixteen values at any address.

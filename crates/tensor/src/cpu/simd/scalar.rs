@@ -42,16 +42,8 @@ impl Simd for Scalar {
         zip(a, b, |a, b| a * b)
     }
     #[inline(always)]
-    fn div(self, a: Self::V, b: Self::V) -> Self::V {
-        zip(a, b, |a, b| a / b)
-    }
-    #[inline(always)]
     fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         std::array::from_fn(|i| a[i].mul_add(b[i], c[i]))
-    }
-    #[inline(always)]
-    fn min(self, a: Self::V, b: Self::V) -> Self::V {
-        zip(a, b, |a, b| if a < b { a } else { b })
     }
     #[inline(always)]
     fn max(self, a: Self::V, b: Self::V) -> Self::V {
@@ -60,22 +52,6 @@ impl Simd for Scalar {
     #[inline(always)]
     fn sqrt(self, v: Self::V) -> Self::V {
         v.map(f32::sqrt)
-    }
-    #[inline(always)]
-    fn abs(self, v: Self::V) -> Self::V {
-        v.map(f32::abs)
-    }
-    #[inline(always)]
-    fn round(self, v: Self::V) -> Self::V {
-        v.map(f32::round_ties_even)
-    }
-    #[inline(always)]
-    fn exp2(self, n: Self::V) -> Self::V {
-        n.map(|n| f32::from_bits(((n as i32).wrapping_add(127) as u32) << 23))
-    }
-    #[inline(always)]
-    fn select_negative(self, x: Self::V, a: Self::V, b: Self::V) -> Self::V {
-        std::array::from_fn(|i| if x[i].is_sign_negative() { a[i] } else { b[i] })
     }
     #[inline(always)]
     fn sum(self, v: Self::V) -> f32 {
