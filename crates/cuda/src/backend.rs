@@ -414,14 +414,14 @@ impl Backend for Cuda {
     fn kda(
         &mut self,
         weights: &KdaWeights<Self>,
-        _form: KdaForm,
+        form: KdaForm,
         proj: &CudaBuffer,
         gates: &CudaBuffer,
         cache: &mut CudaCache,
         layer: usize,
         out: &mut CudaBuffer,
     ) -> Result<()> {
-        kda::kda(self, weights, proj, gates, cache, layer, out)
+        kda::kda(self, weights, form, proj, gates, cache, layer, out)
     }
 
     fn dsa_write(

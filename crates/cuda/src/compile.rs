@@ -26,8 +26,11 @@ use crate::{
 };
 
 /// The headers that kernels include, with their texts.
-const HEADERS: [(&CStr, &str); 2] =
-    [(c"common.cuh", include_str!("kernels/common.cuh")), (c"wgmma.cuh", include_str!("kernels/wgmma.cuh"))];
+const HEADERS: [(&CStr, &str); 3] = [
+    (c"common.cuh", include_str!("kernels/common.cuh")),
+    (c"wgmma.cuh", include_str!("kernels/wgmma.cuh")),
+    (c"kda.cuh", include_str!("kernels/kda.cuh")),
+];
 
 /// A source file with its compile-time constants.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -170,7 +170,7 @@ impl Kernels {
     /// # Errors
     /// What the driver says about this or an earlier launch.
     pub fn launch(&self, kernel: Kernel, grid: Grid, arguments: Arguments) -> Result<()> {
-        self.enqueue(kernel, grid, arguments, false)
+        self.enqueue(kernel, grid, 1, arguments, false)
     }
 
     /// As [`Kernels::launch`], for kernels that wait for the launch in front of them by themselves (`after_previous`): they
@@ -179,10 +179,36 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::launch`].
     pub fn launch_early(&self, kernel: Kernel, grid: Grid, arguments: Arguments) -> Result<()> {
-        self.enqueue(kernel, grid, arguments, self.device.properties().capability.0 >= 9)
+        self.launch_clusters(kernel, grid, 1, arguments)
     }
 
-    fn enqueue(&self, kernel: Kernel, grid: Grid, mut arguments: Arguments, early: bool) -> Result<()> {
+    /// As [`Kernels::launch_early`], in clusters of `cluster` blocks along the first axis.
+    ///
+    /// # Errors
+    /// As [`Kernels::launch`].
+    pub fn launch_clusters(&self, kernel: Kernel, grid: Grid, cluster: usize, arguments: Arguments) -> Result<()> {
+        self.enqueue(kernel, grid, cluster, arguments, self.device.properties().capability.0 >= 9)
+    }
+
+    /// Clusters of `cluster` blocks like the grid's that the device holds at a time.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn resident_clusters(&self, kernel: Kernel, grid: Grid, cluster: usize) -> Result<usize> {
+        self.device.bind()?;
+        let mut attributes = Attributes::new(cluster, false);
+        let mut count = 0;
+        // SAFETY: the configuration and its attributes outlive the call; the pointer is to a live local.
+        unsafe {
+            allow(kernel, grid, cluster)?;
+            let config = attributes.config(grid, std::ptr::null_mut());
+            let call = sys::cuOccupancyMaxActiveClusters(&raw mut count, kernel.function, &raw const config);
+            check("cuOccupancyMaxActiveClusters", call)?;
+        }
+        Ok(usize::try_from(count).unwrap_or(0))
+    }
+
+    fn enqueue(&self, kernel: Kernel, grid: Grid, cluster: usize, mut arguments: Arguments, early: bool) -> Result<()> {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
@@ -192,32 +218,11 @@ impl Kernels {
         for (pointer, &place) in pointers.iter_mut().zip(&arguments.places[..arguments.count]) {
             *pointer = (&raw mut arguments.bytes[place]).cast();
         }
-        let [x, y, z] = grid.blocks.map(|b| b as u32);
+        let mut attributes = Attributes::new(cluster, early);
+        let config = attributes.config(grid, self.device.stream());
         // SAFETY: the launchers beside the kernels pass what each kernel declares, with sizes checked against the memory.
         unsafe {
-            if grid.shared > 48 << 10 {
-                let what = sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                check("cuFuncSetAttribute", sys::cuFuncSetAttribute(kernel.function, what, grid.shared as i32))?;
-            }
-            let mut value: sys::CUlaunchAttributeValue = std::mem::zeroed();
-            value.programmaticStreamSerializationAllowed = i32::from(early);
-            let mut attribute = sys::CUlaunchAttribute {
-                id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-                pad: [0; 4],
-                value,
-            };
-            let config = sys::CUlaunchConfig {
-                gridDimX: x,
-                gridDimY: y,
-                gridDimZ: z,
-                blockDimX: grid.threads as u32,
-                blockDimY: 1,
-                blockDimZ: 1,
-                sharedMemBytes: grid.shared as u32,
-                hStream: self.device.stream(),
-                attrs: &raw mut attribute,
-                numAttrs: u32::from(early),
-            };
+            allow(kernel, grid, cluster)?;
             let function = kernel.function;
             check(
                 "cuLaunchKernelEx",
@@ -230,6 +235,75 @@ impl Kernels {
     pub fn launches(&self) -> usize {
         self.launches.load(Ordering::Relaxed)
     }
+}
+
+/// Attributes of a launch.
+struct Attributes {
+    list: [sys::CUlaunchAttribute; 2],
+    count: u32,
+}
+
+impl Attributes {
+    fn new(cluster: usize, early: bool) -> Self {
+        use sys::CUlaunchAttributeID as Id;
+        // SAFETY: the union of plain numbers has no invalid bits.
+        let blank: sys::CUlaunchAttributeValue = unsafe { std::mem::zeroed() };
+        let none = sys::CUlaunchAttribute { id: Id::CU_LAUNCH_ATTRIBUTE_IGNORE, pad: [0; 4], value: blank };
+        let mut attributes = Self { list: [none; 2], count: 0 };
+        if early {
+            let mut value = blank;
+            value.programmaticStreamSerializationAllowed = 1;
+            attributes.add(Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, value);
+        }
+        if cluster > 1 {
+            let mut value = blank;
+            value.clusterDim = sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: cluster as u32, y: 1, z: 1 };
+            attributes.add(Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, value);
+        }
+        attributes
+    }
+
+    fn add(&mut self, id: sys::CUlaunchAttributeID, value: sys::CUlaunchAttributeValue) {
+        self.list[self.count as usize] = sys::CUlaunchAttribute { id, pad: [0; 4], value };
+        self.count += 1;
+    }
+
+    /// The configuration; it points into `self`.
+    fn config(&mut self, grid: Grid, stream: sys::CUstream) -> sys::CUlaunchConfig {
+        let [x, y, z] = grid.blocks.map(|b| b as u32);
+        sys::CUlaunchConfig {
+            gridDimX: x,
+            gridDimY: y,
+            gridDimZ: z,
+            blockDimX: grid.threads as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: grid.shared as u32,
+            hStream: stream,
+            attrs: self.list.as_mut_ptr(),
+            numAttrs: self.count,
+        }
+    }
+}
+
+/// Allows a kernel the shared memory and the clusters that a launch asks for.
+///
+/// # Safety
+/// The context of the kernel is current.
+unsafe fn allow(kernel: Kernel, grid: Grid, cluster: usize) -> Result<()> {
+    use sys::CUfunction_attribute_enum as What;
+    let set = |what, value| {
+        // SAFETY: the kernel is loaded, its context current.
+        unsafe { check("cuFuncSetAttribute", sys::cuFuncSetAttribute(kernel.function, what, value)) }
+    };
+    if grid.shared > 48 << 10 {
+        set(What::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, grid.shared as i32)?;
+    }
+    // Clusters of up to eight blocks fit every device that has clusters.
+    if cluster > 8 {
+        set(What::CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)?;
+    }
+    Ok(())
 }
 
 /// Compiles units on all cores, results in their order.

@@ -26,12 +26,15 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         dense::FILE.unit(&[]),
         bench::FILE.unit(&[]),
         mhc::FILE.unit(&values(&[text.mhc.streams])),
-        kda::FILE.unit(&values(&[text.kda.head_dim, text.kda.conv_kernel])),
+        kda::FILE.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)),
         dsa::FILE.unit(&values(&[PAGE_TOKENS, index.kpool, index.head_dim, index.num_heads])),
         dsa::FILE.unit(&values(&dsa::WITHOUT_INDEXER)),
         mla::FILE.unit(&values(&[text.mla.kv_lora_rank, PAGE_TOKENS])),
         moe::FILE.unit(&values(&[top, experts, moe_config.num_groups, moe_config.topk_groups])),
     ];
+    if text.kda.head_dim == kda::CHUNKED_DIM {
+        units.push(kda::CHUNKS.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)));
+    }
     if moe_config.num_groups != 1 || moe_config.topk_groups != 1 {
         units.push(moe::FILE.unit(&values(&[top, experts, 1, 1])));
     }

@@ -1,7 +1,7 @@
 //! Runs the CUDA backend beside the CPU backend on this machine: every stage over odd shapes, the micro model end to end,
 //! and kernels against the limits of the device. Prints tables; the exit code is not zero when something differs.
 //!
-//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [experts] [micro] [bench [tune] [ROWS]]
+//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [experts] [kda] [micro] [bench [tune] [ROWS]]
 //! [--kernels FAMILY[,FAMILY]]`, or `... compile`, which needs no device and fills the folder with the released model's kernels.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failure ends the program")]
@@ -17,6 +17,7 @@ use std::process::ExitCode;
 
 use glimmer_checkpoint::Config;
 use glimmer_cuda::{Cuda, Options, compile::Compiler, launch::compile_all, units::units};
+use stages::Which;
 
 /// Compiles the kernels of the released model for this program's device into the cache.
 fn compile(options: &Options) -> ExitCode {
@@ -62,9 +63,10 @@ fn main() -> ExitCode {
     };
     println!("{:?}", cuda.device().properties());
     let mut failures = 0;
-    let only_experts = parts.iter().any(|p| p == "experts");
-    if wanted("stages") || only_experts {
-        failures += stages::run(cuda, only_experts);
+    for (part, which) in [("stages", Which::All), ("experts", Which::Experts), ("kda", Which::Kda)] {
+        if part == "stages" && wanted(part) || parts.iter().any(|p| p == part) {
+            failures += stages::run(open(), which);
+        }
     }
     if wanted("micro") {
         failures += micro::run(&open);

@@ -92,27 +92,10 @@ fn rows_and_norms<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
 
         let mut x = poison(b, rows, width);
         for (i, y) in [None, Some(random_buffer(b, random, rows, width))].into_iter().enumerate() {
-            let mix = matrix(b, random, Kind::F32, 24, 4 * width);
-            let mixer = MhcWeights {
-                mix,
-                base: vector(b, &random.values(24)),
-                scale: vector(b, &[0.9, 1.1, 1.3]),
-                streams: 4,
-                rms_eps: 1e-5,
-                eps: 1e-6,
-                sinkhorn_iters: 20,
-            };
+            let mixer = mixer(b, random, Kind::F32, width, 1.0);
             let n = norm(b, random, width, false, 1e-5);
             b.mhc(rows, &mixer, &n, y.as_ref(), &mut streams, &mut x).unwrap();
-            for (name, buffer, w) in [
-                ("x", &x, width),
-                ("streams", &streams.x, 4 * width),
-                ("post", &streams.post, 4),
-                ("comb", &streams.comb, 16),
-                ("collapsed", &streams.collapsed, width),
-            ] {
-                out.push((format!("mhc {name} {width} {i}"), read(b, buffer, rows, w), 1e-5));
-            }
+            site_results(b, &format!("{width} {i}"), [rows, width], &streams, &x, out);
         }
         let y = random_buffer(b, random, rows, width);
         let n = norm(b, random, width, false, 1e-5);
@@ -150,6 +133,87 @@ fn rows_and_norms<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
         b.group_rows(2, 2, &four, &mut grouped).unwrap();
         b.copy_row(&hidden, rows - 1, &mut grouped, 1).unwrap();
         out.push((format!("group_rows, copy_row {width}"), read(b, &grouped, 2, 2 * width), 1e-5));
+    }
+}
+
+fn mixer<B: Backend>(b: &B, random: &mut Random, kind: Kind, width: usize, scale: f32) -> MhcWeights<B> {
+    MhcWeights {
+        mix: matrix(b, random, kind, 24, 4 * width),
+        base: vector(b, &random.values(24)),
+        scale: vector(b, &[0.9, 1.1, 1.3].map(|s| s * scale)),
+        streams: 4,
+        rms_eps: 1e-5,
+        eps: 1e-6,
+        sinkhorn_iters: 20,
+    }
+}
+
+/// What a site leaves.
+fn site_results<B: Backend>(
+    b: &B,
+    case: &str,
+    [rows, width]: [usize; 2],
+    streams: &Streams<B>,
+    x: &B::Buffer,
+    out: &mut Vec<Named>,
+) {
+    for (name, buffer, w) in [
+        ("x", x, width),
+        ("streams", &streams.x, 4 * width),
+        ("post", &streams.post, 4),
+        ("comb", &streams.comb, 16),
+        ("collapsed", &streams.collapsed, width),
+    ] {
+        out.push((format!("mhc {name} {case}"), read(b, buffer, rows, w), 1e-5));
+    }
+}
+
+/// Sites with a BF16 mixing matrix: three in a row over many numbers of rows, large and tiny values, rows of zeros, streams
+/// that cancel; and a row alone gives the bits it gives beside others.
+fn sites<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    for (width, all) in
+        [(60, &[1, 9][..]), (128, &[3, 17]), (260, &[8]), (1024, &[5, 40]), (4096, &[1, 2, 7, 8, 9, 33, 300])]
+    {
+        for &rows in all {
+            let random = &mut Random(31 * width as u64 + rows as u64);
+            let mut values = random.values(rows * 4 * width);
+            for (row, values) in values.chunks_exact_mut(4 * width).enumerate() {
+                let by = [1.0, 1e-4, 300.0, 0.0][row % 4];
+                values.iter_mut().for_each(|v| *v *= by);
+                if row % 5 == 3 {
+                    let (first, rest) = values.split_at_mut(width);
+                    rest[..width].iter_mut().zip(first).for_each(|(r, f)| *r = -*f);
+                }
+            }
+            let sites: Vec<_> = (0..3)
+                .map(|i| (mixer(b, random, Kind::Bf16, width, [1.0, 8.0, 0.1][i]), norm(b, random, width, false, 1e-5)))
+                .collect();
+            let y = random.values(rows * width);
+            let run = |b: &mut B, rows: usize, streams: &[f32], y: &[f32]| {
+                let mut s = Streams {
+                    x: buffer(b, rows, 4 * width, streams),
+                    post: poison(b, rows, 4),
+                    comb: poison(b, rows, 16),
+                    collapsed: poison(b, rows, width),
+                };
+                let (y, mut x) = (buffer(b, rows, width, y), poison(b, rows, width));
+                let mut results = Vec::new();
+                for (i, (mixer, norm)) in sites.iter().enumerate() {
+                    b.mhc(rows, mixer, norm, (i > 0).then_some(&y), &mut s, &mut x).unwrap();
+                    site_results(b, &format!("{width} M {rows} site {i}"), [rows, width], &s, &x, &mut results);
+                }
+                results
+            };
+            let together = run(b, rows, &values, &y);
+            let row = rows / 2;
+            let alone = run(b, 1, &values[row * 4 * width..][..4 * width], &y[row * width..][..width]);
+            let same = alone.iter().zip(&together).all(|(a, t)| {
+                let w = a.1.len();
+                a.1.iter().zip(&t.1[row * w..]).all(|(a, t)| a.to_bits() == t.to_bits())
+            });
+            out.push((format!("mhc_alone {width} M {rows}"), vec![f32::from(u8::from(same))], 0.0));
+            out.extend(together);
+        }
     }
 }
 
@@ -212,6 +276,136 @@ fn kda<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
                 b.copy_slot(&mut cache, 0, 3).unwrap();
                 let state = b.read_state(&cache, 1, 3).unwrap();
                 out.push((format!("kda copied state {heads} x {dim}"), state, 1e-5));
+            }
+        }
+    }
+}
+
+/// Drafts verified in any pattern of acceptance, in any company, give the bits of one row after the other; values are ordinary,
+/// large, tiny and zero, decays from none to the strongest.
+fn kda_exactness<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    const POSITIONS: usize = 24;
+    for (case, (heads, dim)) in [(2, 32), (1, 64), (3, 96), (3, 128)].into_iter().enumerate() {
+        let random = &mut Random(4000 + case as u64);
+        let inner = heads * dim;
+        let weights = KdaWeights {
+            conv: matrix(b, random, if case == 1 { Kind::F32 } else { Kind::Bf16 }, 3 * inner, 4),
+            a_log: vector(b, &random.values(heads).iter().map(|v| 2.0 * v).collect::<Vec<_>>()),
+            dt_bias: vector(b, &random.values(inner).iter().map(|v| 6.0 * v).collect::<Vec<_>>()),
+            o_norm: norm(b, random, dim, false, 1e-5),
+            heads,
+            dim,
+            gate_lower_bound: -5.0,
+        };
+        let (wide, gates_wide) = (3 * inner + heads, 2 * inner);
+        let mut proj: Vec<Vec<f32>> = (0..POSITIONS).map(|_| random.values(wide)).collect();
+        for (p, values) in proj.iter_mut().enumerate() {
+            let by = [1.0, 30.0, 1e-3, 0.0, 1.0, 1.0][p % 6];
+            values.iter_mut().for_each(|v| *v *= by);
+        }
+        let gates: Vec<Vec<f32>> = (0..POSITIONS).map(|_| random.values(gates_wide)).collect();
+        // Slot 0 of a fresh cache with three others beside it or not; steps of (position, rows, fold, commit).
+        let run = |b: &mut B, steps: &[[usize; 4]], company: bool| {
+            let mut cache = b.cache(&shape(heads, dim, 32, 32, 4)).unwrap();
+            let mut results = vec![Vec::new(); POSITIONS];
+            let random = &mut Random(1);
+            for &[position, rows, fold, commit] in steps {
+                let mut parts: Vec<Part> = vec![[2, position, rows, fold, commit]];
+                if company {
+                    parts.insert(0, [1, 0, 5, 0, 5]);
+                    parts.push([0, 0, 1, 0, 1]);
+                }
+                let at = if company { 5 } else { 0 };
+                let s = step(4, &parts, random, 10);
+                let total = s.rows();
+                let (mut p, mut g) = (random.values(total * wide), random.values(total * gates_wide));
+                for r in 0..rows {
+                    p[(at + r) * wide..][..wide].copy_from_slice(&proj[position + r]);
+                    g[(at + r) * gates_wide..][..gates_wide].copy_from_slice(&gates[position + r]);
+                }
+                let (p, g) = (buffer(b, total, wide, &p), buffer(b, total, gates_wide, &g));
+                let mut o = poison(b, total, inner);
+                b.begin(&s).unwrap();
+                b.kda(&weights, KdaForm::Recurrent, &p, &g, &mut cache, 1, &mut o).unwrap();
+                for (r, row) in read(b, &o, total, inner).chunks_exact(inner).skip(at).take(rows).enumerate() {
+                    results[position + r] = row.to_vec();
+                }
+            }
+            let state = b.read_state(&cache, 1, 2).unwrap();
+            (results.concat(), state)
+        };
+        let singles: Vec<[usize; 4]> = (0..POSITIONS).map(|p| [p, 1, 0, 1]).collect();
+        let (expected, state) = run(b, &singles, false);
+        // A prompt of 7 rows, then drafts of which 2, 1, 0 are accepted in turn; the last step commits everything.
+        let mut drafts = vec![[0, 7, 0, 7]];
+        let (mut position, mut fold) = (7, 0);
+        for accepted in [2, 0, 1, 2, 2].into_iter().cycle() {
+            if position + 3 > POSITIONS - 3 {
+                break;
+            }
+            drafts.push([position, 3, fold, 1]);
+            position += 1 + accepted;
+            fold = accepted;
+        }
+        drafts.push([position, POSITIONS - position, fold, POSITIONS - position]);
+        for company in [false, true] {
+            for (name, steps) in
+                [("singles", &singles), ("drafts", &drafts), ("prompt", &vec![[0, POSITIONS, 0, POSITIONS]])]
+            {
+                let (found, found_state) = run(b, steps, company);
+                let same = found
+                    .iter()
+                    .zip(&expected)
+                    .chain(found_state.iter().zip(&state))
+                    .all(|(f, e)| f.to_bits() == e.to_bits());
+                out.push((format!("kda_exact {heads} x {dim} {name} {company}"), vec![f32::from(u8::from(same))], 0.0));
+            }
+        }
+        out.push((format!("kda {heads} x {dim} singles"), expected, 1e-5));
+        out.push((format!("kda state {heads} x {dim} singles"), state, 1e-5));
+    }
+}
+
+/// Steps with whole chunks beside rows outside them, prompts cut at odd places, drafts between them.
+const CHUNKED_TRAFFIC: [&[Part]; 6] = [
+    &[[1, 0, 64, 0, 64], [0, 0, 150, 0, 150], [2, 0, 5, 0, 5]],
+    &[[0, 150, 3, 0, 1], [1, 64, 128, 0, 128], [2, 5, 100, 0, 100]],
+    &[[0, 152, 200, 1, 200], [2, 105, 2, 0, 1]],
+    &[[2, 107, 85, 1, 83], [1, 192, 70, 0, 70]],
+    &[[2, 191, 66, 1, 65], [1, 262, 122, 0, 122]],
+    &[[2, 256, 1, 0, 1], [1, 384, 1, 0, 1], [0, 352, 200, 0, 200]],
+];
+
+fn kda_chunks<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    // Decays as they come, strong ones, next to none.
+    for (case, (heads, dim, shift)) in
+        [(2, 128, 1.0), (9, 128, 8.0), (1, 128, -12.0), (2, 64, 1.0)].into_iter().enumerate()
+    {
+        let random = &mut Random(5000 + case as u64);
+        let inner = heads * dim;
+        let mut cache = b.cache(&shape(heads, dim, 32, 32, 4)).unwrap();
+        let weights = KdaWeights {
+            conv: matrix(b, random, Kind::Bf16, 3 * inner, 4),
+            a_log: vector(b, &random.values(heads)),
+            dt_bias: vector(b, &random.values(inner).iter().map(|v| v + shift).collect::<Vec<_>>()),
+            o_norm: norm(b, random, dim, false, 1e-5),
+            heads,
+            dim,
+            gate_lower_bound: -5.0,
+        };
+        for (i, parts) in CHUNKED_TRAFFIC.iter().enumerate() {
+            let s = step(4, parts, random, 10);
+            let rows = s.rows();
+            let proj = random_buffer(b, random, rows, 3 * inner + heads + 3);
+            let gates = random_buffer(b, random, rows, 2 * inner);
+            let mut o = poison(b, rows, inner);
+            b.begin(&s).unwrap();
+            b.kda(&weights, KdaForm::Chunked, &proj, &gates, &mut cache, 1, &mut o).unwrap();
+            out.push((format!("kda_chunked {heads} x {dim} decay {shift} step {i}"), read(b, &o, rows, inner), 3e-3));
+            for slot in 0..3 {
+                let state = b.read_state(&cache, 1, slot).unwrap();
+                let name = format!("kda_chunked state {heads} x {dim} decay {shift} step {i} slot {slot}");
+                out.push((name, state, 3e-3));
             }
         }
     }
@@ -377,17 +571,37 @@ fn vision<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
     }
 }
 
-fn all<B: Backend>(b: &mut B, only_experts: bool) -> Vec<Named> {
+/// Which stages are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Which {
+    All,
+    /// The experts.
+    Experts,
+    /// Delta attention and hyper-connections.
+    Kda,
+}
+
+fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     let mut out = Vec::new();
     b.reserve(256, 8192, 4 * 32 * PAGE_TOKENS).unwrap();
-    if only_experts {
+    if which == Which::Experts {
         moe(b, &mut out);
         wide_experts(b, &mut out);
         return out;
     }
+    if which == Which::Kda {
+        sites(b, &mut out);
+        kda(b, &mut out);
+        kda_exactness(b, &mut out);
+        kda_chunks(b, &mut out);
+        return out;
+    }
     products(b, &mut out);
     rows_and_norms(b, &mut out);
+    sites(b, &mut out);
     kda(b, &mut out);
+    kda_exactness(b, &mut out);
+    kda_chunks(b, &mut out);
     dsa(b, &mut out);
     moe(b, &mut out);
     wide_experts(b, &mut out);
@@ -408,11 +622,11 @@ pub(crate) fn relative(found: &[f32], expected: &[f32]) -> f64 {
     if difference == 0.0 { 0.0 } else { (difference / size).sqrt() }
 }
 
-/// Compares all stages, or the experts' alone; the number of failures.
-pub(crate) fn run(mut cuda: Cuda, only_experts: bool) -> usize {
-    let expected = all(&mut Cpu::new(8), only_experts);
-    let found = all(&mut cuda, only_experts);
-    let again = all(&mut cuda, only_experts);
+/// Compares stages; the number of failures.
+pub(crate) fn run(mut cuda: Cuda, which: Which) -> usize {
+    let expected = all(&mut Cpu::new(8), which);
+    let found = all(&mut cuda, which);
+    let again = all(&mut cuda, which);
     let mut failures = 0;
     let mut groups: Vec<(String, usize, f64, f64)> = Vec::new();
     for (((name, found, bound), (_, again, _)), (_, expected, _)) in found.iter().zip(&again).zip(&expected) {

@@ -5,6 +5,8 @@
 //! memory, the rate of warpgroup products of random halves for arithmetic on tensor cores. One file a family of kernels.
 
 mod experts;
+mod kda;
+mod mhc;
 
 pub use experts::{Chain, expert_chain, random_experts};
 use glimmer_tensor::Result;
@@ -223,7 +225,7 @@ pub fn tensor_rate(cuda: &mut Cuda) -> Result<Row> {
 pub type Family = fn(&mut Cuda, &mut dyn FnMut(Row)) -> Result<()>;
 
 /// The families by name.
-pub const FAMILIES: [(&str, Family); 1] = [("experts", experts::rows)];
+pub const FAMILIES: [(&str, Family); 3] = [("experts", experts::rows), ("kda", kda::rows), ("mhc", mhc::rows)];
 
 fn ceiling(kernel: &str, micros: [f64; 3], bytes: f64, flops: f64) -> Row {
     Row { kernel: kernel.to_owned(), rows: 0, micros, bytes, flops, unit: Unit::Tensor }

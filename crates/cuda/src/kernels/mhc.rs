@@ -1,4 +1,4 @@
-//! Hyper-connections: merge, mixing product, coefficients with the collapsed input and its norm.
+//! Hyper-connections: a site in one kernel, or merge, mixing product, coefficients with the collapsed input and its norm.
 
 use glimmer_tensor::{MhcWeights, Norm, Result, Streams};
 
@@ -6,7 +6,7 @@ use super::{dense, gemm::Input};
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
-    types::{CudaBuffer, Format, require_equal},
+    types::{CudaBuffer, Format, Kind, require_equal},
 };
 
 pub(crate) static FILE: File = File { name: "mhc.cu", text: include_str!("mhc.cu"), constants: &["N"] };
@@ -29,6 +29,9 @@ pub(crate) fn mhc(
     require_equal("mhc: rows of the mixing matrix", count, mixer.mix.out)?;
     require_equal("mhc: base", count, mixer.base.len)?;
     require_equal("mhc: scale", 3, mixer.scale.len)?;
+    if let Some(blocks) = whole(cuda, mixer, hidden, y, streams, x) {
+        return site(cuda, rows, mixer, norm, y, streams, x, [hidden, blocks]);
+    }
     merge(cuda, rows, n, hidden, y, streams)?;
     let products = cuda.scratch("mixing products", 4 * rows * count)?;
     let input = Input { buffer: &streams.x, start: 0, width: n * hidden, list: 0 };
@@ -53,6 +56,74 @@ pub(crate) fn mhc(
         .int(hidden);
     x.format = Format::Float;
     Ok(cuda.kernels.launch(kernel, Grid::new([rows, 1, 1], 256), arguments)?)
+}
+
+/// Columns of a block of the fused site, and blocks of a cluster at most.
+const COLUMNS: usize = 512;
+const MAX_BLOCKS: usize = 8;
+/// Rows that a cluster takes at a time.
+const GROUP: usize = 8;
+/// Dynamic shared memory of a block: fragments of the matrix, pieces of 16 bytes on their way.
+const SHARED: usize = COLUMNS / 32 * 8 * 3 * 32 * 8 + 10 * COLUMNS * 16;
+
+/// Blocks of a cluster, when the fused site takes these shapes: four streams, a BF16 matrix, rows aligned to 16 bytes.
+fn whole(
+    cuda: &Cuda,
+    mixer: &MhcWeights<Cuda>,
+    hidden: usize,
+    y: Option<&CudaBuffer>,
+    streams: &Streams<Cuda>,
+    x: &CudaBuffer,
+) -> Option<usize> {
+    let widths = [hidden, streams.collapsed.width, x.width, y.map_or(0, |y| y.width), mixer.mix.pitch];
+    let fits = cuda.device().properties().capability.0 >= 9
+        && mixer.streams == 4
+        && mixer.mix.kind == Kind::Bf16
+        && widths.iter().all(|w| w % 4 == 0)
+        && hidden <= COLUMNS * MAX_BLOCKS;
+    fits.then(|| hidden.div_ceil(COLUMNS))
+}
+
+fn site(
+    cuda: &Cuda,
+    rows: usize,
+    mixer: &MhcWeights<Cuda>,
+    norm: &Norm<Cuda>,
+    y: Option<&CudaBuffer>,
+    streams: &Streams<Cuda>,
+    x: &mut CudaBuffer,
+    [hidden, blocks]: [usize; 2],
+) -> Result<()> {
+    let kernel = cuda.kernels.get(&FILE, &[mixer.streams as i64], "site")?;
+    let mut grid = Grid { blocks: [blocks, 1, 1], threads: COLUMNS + 32, shared: SHARED };
+    let groups = rows.div_ceil(GROUP);
+    // More clusters than the device holds would begin when the others have ended.
+    let resident = if groups == 1 { 1 } else { cuda.kernels.resident_clusters(kernel, grid, blocks)?.max(1) };
+    grid.blocks[0] = blocks * groups.min(resident);
+    let arguments = Arguments::new()
+        .with(streams.x.at(0))
+        .with(y.map_or(0, |y| y.at(0)))
+        .int(y.map_or(0, |y| y.width))
+        .with(streams.post.at(0))
+        .with(streams.comb.at(0))
+        .with(mixer.mix.address())
+        .int(mixer.mix.pitch)
+        .with(mixer.base.address())
+        .with(mixer.scale.address())
+        .with(mixer.rms_eps)
+        .with(mixer.eps)
+        .int(mixer.sinkhorn_iters)
+        .with(streams.collapsed.at(0))
+        .int(streams.collapsed.width)
+        .with(norm.weight.address())
+        .with(norm.eps)
+        .with(x.at(0))
+        .int(x.width)
+        .int(hidden)
+        .int(rows)
+        .int(blocks);
+    x.format = Format::Float;
+    Ok(cuda.kernels.launch_clusters(kernel, grid, blocks, arguments)?)
 }
 
 /// [`glimmer_tensor::Backend::mhc_head`].
