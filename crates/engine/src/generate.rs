@@ -233,6 +233,11 @@ impl<B: Backend> Generator<B> {
         }
     }
 
+    /// Ids that exist, padding rows of the embedding left out.
+    pub fn vocabulary(&self) -> usize {
+        self.rules.vocabulary
+    }
+
     /// Sequences that have not ended: waiting and running.
     pub fn unfinished(&self) -> (usize, usize) {
         (self.waiting.len(), self.running.len())
@@ -244,11 +249,11 @@ impl<B: Backend> Generator<B> {
         self.pools.free().slots.saturating_sub(self.waiting.len())
     }
 
-    /// Features of an image or clip, `[tokens, hidden]`, for [`Generator::score`].
+    /// Features of an image or clip, `[tokens, hidden]`.
     ///
     /// # Errors
     /// [`EngineError::NoVision`] for a text-only model; otherwise as [`VisionTower::forward`].
-    pub fn features(&mut self, patches: &Patches) -> Result<Vec<f32>, EngineError> {
+    fn features(&mut self, patches: &Patches) -> Result<Vec<f32>, EngineError> {
         let tower = self.tower.as_mut().ok_or(EngineError::NoVision)?;
         Ok(tower.forward(self.model.backend_mut(), patches)?)
     }

@@ -24,7 +24,6 @@
 //! | [`synthetic`] | acceptance by decree, for benches |
 //! | [`constraint`] | the seam to grammars: which tokens may come next |
 //! | `draft` | the draft layer's schedule |
-//! | [`score`] | log-probabilities of given tokens |
 //! | [`random`] | draws keyed by seed, position and purpose |
 //! | [`settings`] | sizes and choices |
 //! | [`record`] | a run as a log that replays |
@@ -58,7 +57,6 @@ pub mod rows;
 pub mod rules;
 pub mod sampling;
 pub mod schedule;
-pub mod score;
 pub mod sequence;
 pub mod settings;
 mod softmax;
@@ -77,7 +75,6 @@ pub use request::{FinishReason, Output, Request, Sampling, TokenEvent};
 pub use rows::{Answer, AnswerRules, Judged, RowJudge, RowMask};
 pub use rules::Rules;
 pub use sampling::{Distribution, Sampler};
-pub use score::ScoredRow;
 pub use sequence::{Flow, SequenceId};
 pub use settings::{DraftSampling, IndexSharing, Settings};
 pub use stats::{Counters, DraftCounts, Snapshot, Stats};

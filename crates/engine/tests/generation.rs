@@ -316,33 +316,26 @@ fn waiting_sequences_start_when_pages_come_back_and_aborts_free_them() {
 }
 
 #[test]
-fn scores_are_log_probabilities_and_do_not_depend_on_chunks() {
+fn log_probabilities_of_a_prompt_do_not_depend_on_chunks() {
     let (mut tokens, continuation) = golden("short_think");
     let prompt = tokens.len();
     tokens.extend(&continuation);
-    let mut reference: Vec<Vec<f32>> = Vec::new();
+    let mut reference = None;
     for rows in [96, 7, 1] {
         let mut generator = load(&Settings { rows, ..settings(1, 0) });
-        let mut at = 0;
-        generator
-            .score(&tokens, &[], &mut |row| {
-                assert_eq!((row.position, row.log_probabilities.len()), (at, REAL_VOCAB));
-                let sum: f64 = row.log_probabilities.iter().map(|&l| f64::from(l).exp()).sum();
-                assert!((sum - 1.0).abs() < 1e-5, "{sum}");
-                // Greedy continuations are the most probable tokens.
-                if row.position + 1 >= prompt && row.position + 1 < tokens.len() {
-                    assert_eq!(row.top, tokens[row.position + 1]);
-                }
-                if rows == 96 {
-                    reference.push(row.log_probabilities.to_vec());
-                } else {
-                    assert!(reference[at].iter().zip(row.log_probabilities).all(|(a, b)| a.to_bits() == b.to_bits()));
-                }
-                at += 1;
-            })
-            .unwrap();
-        assert_eq!(at, tokens.len());
+        let request = Request { prompt_logprobs: Some(REAL_VOCAB as u32), ..ignoring_stops(tokens.clone(), 1) };
+        let output = generator.generate(request, &mut |_| Flow::Continue).unwrap();
+        let scores = output.prompt_logprobs.unwrap();
+        assert_eq!((scores.len(), &scores[0]), (tokens.len(), &None));
+        for (position, score) in scores.iter().enumerate().skip(1) {
+            let score = score.as_ref().unwrap();
+            assert_eq!((score.id, score.top.len()), (tokens[position], REAL_VOCAB));
+            let sum: f64 = score.top.iter().map(|&(_, l)| f64::from(l).exp()).sum();
+            assert!((sum - 1.0).abs() < 1e-5, "{sum}");
+            // Greedy continuations are the most probable tokens.
+            assert!(position < prompt || (score.rank, score.top[0].0) == (1, score.id), "position {position}");
+        }
+        assert!(*reference.get_or_insert_with(|| scores.clone()) == scores, "{rows} rows a step");
         everything_is_back(&generator);
-        assert!(matches!(generator.score(&[], &[], &mut |_| {}), Err(EngineError::EmptyPrompt)));
     }
 }
