@@ -11,6 +11,7 @@ use serde::Deserialize;
 use serde_json::Value;
 
 use crate::error::BenchError;
+use crate::jsonl;
 use crate::local::ModelText;
 use crate::panel::Document;
 use crate::pictures::PictureEncoder;
@@ -42,7 +43,7 @@ pub fn read_calibration(file: &str, text: &str, source: &Checkpoint) -> Result<V
     let (mut documents, mut model) = (Vec::new(), None);
     for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let at = |problem: String| BenchError::Line { file: file.to_owned(), line: index + 1, problem };
-        let raw: RawSample = serde_json::from_str(line).map_err(|error| at(error.to_string()))?;
+        let raw: RawSample = jsonl::object(line).map_err(at)?;
         let ids = if let Some(ids) = raw.input_ids {
             ids
         } else {
@@ -52,6 +53,9 @@ pub fn read_calibration(file: &str, text: &str, source: &Checkpoint) -> Result<V
             let Some(model) = &model else { continue };
             match (&raw.text, &raw.messages) {
                 (Some(text), _) => model.format.tokenizer().encode(text).map_err(|e| at(e.to_string()))?,
+                (None, Some(messages)) if messages.is_empty() => {
+                    return Err(at("messages: expected at least one, found none".to_owned()));
+                }
                 (None, Some(messages)) => {
                     let input = ChatInput { messages, tools: &raw.tools, ..ChatInput::default() };
                     let prompt = model.format.prompt(&input).map_err(|e| at(e.to_string()))?;
@@ -124,6 +128,8 @@ mod tests {
     fn bad_lines_name_file_and_line() {
         let source = micro();
         for (bad, needle) in [
+            (r#"{"messages": []}"#, "messages: expected at least one"),
+            ("[]", "line 2: expected one JSON object"),
             ("{}", "found none"),
             ("{\"input_ids\": []}", "no tokens"),
             ("{\"text\": \"\"}", "no tokens"),

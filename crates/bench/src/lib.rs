@@ -15,6 +15,7 @@ mod error;
 mod evaluate;
 pub mod exactness;
 mod exponential;
+mod jsonl;
 mod kld;
 mod local;
 mod panel;

@@ -5,6 +5,7 @@ use base64::engine::general_purpose::STANDARD;
 use serde::Deserialize;
 
 use crate::error::BenchError;
+use crate::jsonl;
 
 /// A document of the panel, or a calibration sample.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,7 +35,7 @@ pub fn read_documents(file: &str, text: &str) -> Result<Vec<Document>, BenchErro
     let mut documents = Vec::new();
     for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let at = |problem: String| BenchError::Line { file: file.to_owned(), line: index + 1, problem };
-        let raw: RawDocument = serde_json::from_str(line).map_err(|error| at(error.to_string()))?;
+        let raw: RawDocument = jsonl::object(line).map_err(at)?;
         if raw.input_ids.is_empty() {
             return Err(at("input_ids is empty; expected at least one token".to_owned()));
         }

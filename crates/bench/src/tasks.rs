@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::error::BenchError;
+use crate::jsonl;
 
 /// How an answer is compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -100,8 +101,11 @@ struct RawItem {
 }
 
 fn read_item(line: &str) -> Result<(String, Item), String> {
-    let raw: RawItem = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    let raw: RawItem = jsonl::object(line)?;
     let messages = parse_messages(&raw.messages).map_err(|error| error.to_string())?;
+    if messages.is_empty() {
+        return Err("messages: expected at least one, found none".to_owned());
+    }
     check_answer(raw.grader, &raw.answer)?;
     let RawItem { id, task, level, tools, grader, answer, direct, .. } = raw;
     Ok((task, Item { id, level, messages, tools, grader, answer, direct }))
@@ -321,6 +325,8 @@ mod tests {
         let good = r#"{"id": "a", "task": "t", "messages": [{"role": "user", "content": "x"}], "grader": "number", "answer": 1}"#;
         assert_eq!(read_task("f", good).unwrap().items.len(), 1);
         for (bad, needle) in [
+            (r#"{"id":"a","task":"t","messages":[],"grader":"json","answer":1}"#, "messages: expected at least one"),
+            ("[]", "expected one JSON object"),
             ("{", "EOF"),
             (r#"{"id": "a"}"#, "missing field"),
             (&good.replace("number", "guess"), "guess"),
