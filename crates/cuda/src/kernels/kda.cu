@@ -11,9 +11,16 @@
 // later step folds in by the same two operations an element in the same order, so that folding gives the bits that the rule
 // had. The state is read once and written once a step, however many rows there are.
 //
-// A block is a head of a segment with all its value columns: every thread has 8 keys x 4 columns of S in registers. Warps are
-// DIM / 32 groups of 32 columns; the DIM / 32 warps of a group have the keys between them and meet at a named barrier once a
-// row. All sums have one order, whatever the number of rows or segments.
+// A block takes the heads of segments in turn, with all their value columns: every thread of the rule has 8 keys x 4 columns of
+// S in registers. Warps are DIM / 32 groups of 32 columns; the DIM / 32 warps of a group have the keys between them and meet at
+// a named barrier once a row. All sums have one order, whatever the number of rows or segments. Two groups of DIM threads
+// prepare rows (their numbers are asked for two rows ahead) and finish them, one thread brings states two deep.
+//
+// Limits: a head of a sequence moves 128 KiB of state, 1.5 KB of columns and as much of a record a row, so many sequences are
+// bound by memory; one row runs at 92 % of the rate of a copy. Three rows are bound by their preparation (82 %).
+// Versions, 256 sequences x 3 rows (1 row), 32 heads, on one H200: a block a head that does all by itself 525 us (511);
+// pipelined with loads in the preparation 775 (419); numbers asked for ahead 494 (334); short exponentials, remainders by
+// multiplication, a block stays with one head 402 (327). Devices without bulk copies take the first one, at the end of the file.
 //
 // DIM: width of a head (a multiple of 32, at most 128); TAPS: taps of the convolution.
 #include "kda.cuh"
