@@ -197,6 +197,20 @@ fn a_result_file_that_cannot_be_written_is_refused_before_the_work() {
 }
 
 #[test]
+fn a_dequantized_tensor_does_not_land_in_the_artifact() {
+    let model = Altered::new("README.md", None);
+    let before = fs::read(model.path.join("config.json")).expect("read");
+    for name in ["config.json", "new.bin"] {
+        let out = model.path.join(name);
+        let out = out.to_str().expect("UTF-8");
+        let arguments = ["dequantize", "--artifact", model.directory(), "--tensor", "lm_head", "--out", out];
+        refused(&arguments, &[out, "must stay as they are"]);
+    }
+    assert_eq!(fs::read(model.path.join("config.json")).expect("read"), before);
+    assert!(!model.path.join("new.bin").exists());
+}
+
+#[test]
 fn damaged_files_are_named_once_with_their_directory() {
     let name = "model-00001-of-00003.safetensors";
     let shard = micro(name);

@@ -1,6 +1,6 @@
 //! `glimmer dequantize`: one tensor as numbers.
 
-use std::{io::Write as _, process::ExitCode};
+use std::{io::Write as _, path::Path, process::ExitCode};
 
 use anyhow::bail;
 use glimmer_checkpoint::{Checkpoint, DType, TensorData, int4};
@@ -9,6 +9,12 @@ use crate::{args::DequantizeArgs, open, output::OutputFile};
 
 /// Prints a summary of a tensor, or writes all its values.
 pub(crate) fn run(args: &DequantizeArgs) -> anyhow::Result<ExitCode> {
+    if let Some(out) = args.out.as_deref().filter(|out| lies_in(out, &args.artifact)) {
+        bail!(
+            "--out {}: the artifact's own files must stay as they are; name a file in another directory",
+            out.display()
+        );
+    }
     let file = OutputFile::prepare_optional(args.out.as_deref())?;
     let artifact = open::model(Some(&args.artifact))?;
     let (shape, values) = values(&artifact, &args.tensor)?;
@@ -31,6 +37,14 @@ pub(crate) fn run(args: &DequantizeArgs) -> anyhow::Result<ExitCode> {
     let first: Vec<String> = values.iter().take(8).map(ToString::to_string).collect();
     writeln!(out, "first {}", first.join(" "))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Whether a file is, or would be, in this very directory.
+fn lies_in(file: &Path, directory: &Path) -> bool {
+    let file = file.canonicalize().unwrap_or_else(|_| file.to_owned());
+    let parent = file.parent().map(|p| if p.as_os_str().is_empty() { Path::new(".") } else { p });
+    let real = |path: &Path| path.canonicalize().ok();
+    parent.and_then(real).is_some_and(|parent| Some(parent) == real(directory))
 }
 
 /// Shape and values of a stored tensor, or of the matrix that a packed one stands for.
