@@ -2,8 +2,9 @@
 //!
 //! Layouts are those of the kernels: per KDA layer `state [slots, heads, dim, dim]`, `records [slots, heads, ring, 3, dim]`,
 //! `columns [slots, heads, ring, 3, dim]`; per DSA layer `latents [pages, PAGE_TOKENS, latent]`,
-//! `pool_keys [pages, PAGE_TOKENS / kpool, index_dim]`, `tails [slots, ring, 2, index_dim]`, all f32. A ring's entry of
-//! position `p` is at `p % ring`. Nothing is cleared when a slot changes its owner: a sequence at position 0 reads nothing.
+//! `pool_keys [pages, PAGE_TOKENS / kpool, index_dim]`, `tails [slots, ring, 2, index_dim]`, all f32; latents and pool keys are
+//! halves where that is asked for and the shapes are those of its kernels, the keys of a page as `kernels/index.cu` wants them.
+//! A ring's entry of position `p` is at `p % ring`. Nothing is cleared when a slot changes its owner: a sequence at position 0 reads nothing.
 
 use glimmer_tensor::{CacheShape, Error, PAGE_TOKENS, Result};
 
@@ -32,12 +33,14 @@ pub(crate) struct DsaLayer {
 #[derive(Debug)]
 pub struct CudaCache {
     pub(crate) shape: CacheShape,
+    /// Latents and pool keys are halves.
+    pub(crate) half: bool,
     kda: Vec<KdaLayer>,
     dsa: Vec<DsaLayer>,
 }
 
 impl CudaCache {
-    pub(crate) fn new(memory: &Allocator, shape: &CacheShape) -> Result<Self> {
+    pub(crate) fn new(memory: &Allocator, shape: &CacheShape, half: bool) -> Result<Self> {
         if shape.dsa_layers > 0 && (shape.kpool == 0 || !PAGE_TOKENS.is_multiple_of(shape.kpool)) {
             let what = "tokens of an index pool, which divide a page";
             return Err(Error::Capacity { what, needed: PAGE_TOKENS, available: shape.kpool });
@@ -45,10 +48,13 @@ impl CudaCache {
         if shape.kda_layers > 0 && shape.conv_kernel == 0 {
             return Err(Error::Capacity { what: "taps of the convolution", needed: 1, available: 0 });
         }
-        let piece = |what: &'static str, factors: &[usize]| -> Result<Memory> {
-            let bytes = factors.iter().try_fold(4usize, |n, &f| n.checked_mul(f));
+        let half = half && latent_kernels(shape);
+        let sized = |what: &'static str, size: usize, factors: &[usize]| -> Result<Memory> {
+            let bytes = factors.iter().try_fold(size, |n, &f| n.checked_mul(f));
             Ok(memory.zeroed(what, bytes.ok_or(Error::Memory { what, bytes: usize::MAX })?)?)
         };
+        let piece = |what: &'static str, factors: &[usize]| sized(what, 4, factors);
+        let size = if half { 2 } else { 4 };
         let (s, dim) = (shape, shape.kda_head_dim);
         let units = s.slots * s.kda_heads;
         let kda = (0..s.kda_layers)
@@ -63,13 +69,13 @@ impl CudaCache {
         let dsa = (0..s.dsa_layers)
             .map(|_| {
                 Ok(DsaLayer {
-                    latents: piece("latent pages", &[s.pages, PAGE_TOKENS, s.latent])?,
-                    pool_keys: piece("pool key pages", &[s.pages, PAGE_TOKENS / s.kpool, s.index_dim])?,
+                    latents: sized("latent pages", size, &[s.pages, PAGE_TOKENS, s.latent])?,
+                    pool_keys: sized("pool key pages", size, &[s.pages, PAGE_TOKENS / s.kpool, s.index_dim])?,
                     tails: piece("index tails", &[s.slots, s.kpool + s.max_draft, 2, s.index_dim])?,
                 })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { shape: shape.clone(), kda, dsa })
+        Ok(Self { shape: shape.clone(), half, kda, dsa })
     }
 
     /// Entries of the ring of index keys.
@@ -110,4 +116,13 @@ impl CudaCache {
         self.kda(layer)?.state.read(4 * len * slot as usize, &mut values)?;
         Ok(values)
     }
+}
+
+/// Whether the kernels for halves (`kernels/sparse.cu`, `kernels/index.cu`) take these shapes.
+fn latent_kernels(shape: &CacheShape) -> bool {
+    use crate::kernels::{index, sparse};
+    shape.dsa_layers > 0
+        && shape.latent == sparse::LATENT
+        && shape.index_dim == index::DIM
+        && PAGE_TOKENS / shape.kpool == index::POOLS
 }

@@ -26,10 +26,11 @@ use crate::{
 };
 
 /// The headers that kernels include, with their texts.
-const HEADERS: [(&CStr, &str); 3] = [
+const HEADERS: [(&CStr, &str); 4] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"wgmma.cuh", include_str!("kernels/wgmma.cuh")),
     (c"kda.cuh", include_str!("kernels/kda.cuh")),
+    (c"async.cuh", include_str!("kernels/async.cuh")),
 ];
 
 /// A source file with its compile-time constants.

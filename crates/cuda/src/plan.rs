@@ -1,6 +1,7 @@
 //! The step on the device: tokens, segments and page tables as one block of 32-bit words, sent by one copy.
 //!
-//! Words: `tokens [rows] | segment of each row [rows] | image feature or -1 [rows] | segments [n, 8] | pages | logit rows`.
+//! Words: `tokens [rows] | segment of each row [rows] | image feature or -1 [rows] | segments [n, 8] | pages | logit rows |
+//! first row of each group`; a group is up to [`GROUP_ROWS`] rows of a segment in sequence.
 //! The device block is overwritten in the stream's order, so kernels of the previous step have read theirs before.
 
 use glimmer_tensor::{Result, Step};
@@ -14,6 +15,9 @@ use crate::{
 /// Words of a segment as the kernels read it: slot, position, rows, fold, commit, first page, first row, pages.
 const SEGMENT_WORDS: usize = 8;
 
+/// Rows of a segment that a kernel takes together.
+pub(crate) const GROUP_ROWS: usize = 4;
+
 /// Pinned blocks in turn, so that packing a step does not wait for the copy of the one before.
 const TURNS: usize = 4;
 
@@ -22,6 +26,8 @@ const TURNS: usize = 4;
 pub(crate) struct Plan {
     pub(crate) step: Step,
     words: Vec<u32>,
+    /// First row of each group.
+    pub(crate) groups: Vec<u32>,
     block: Option<Memory>,
     lists: Option<Memory>,
     pinned: Vec<Pinned>,
@@ -35,6 +41,7 @@ impl Plan {
         Self {
             step: Step::default(),
             words: Vec::new(),
+            groups: Vec::new(),
             block: None,
             lists: None,
             pinned: Vec::new(),
@@ -46,7 +53,7 @@ impl Plan {
     /// Room for steps of `rows` rows over contexts of `tokens` tokens.
     pub(crate) fn reserve(&mut self, device: &Device, memory: &Allocator, rows: usize, tokens: usize) -> Result<()> {
         self.reserved_rows = Some(rows);
-        let words = rows * (4 + SEGMENT_WORDS) + rows.max(tokens);
+        let words = rows * (5 + SEGMENT_WORDS) + rows.max(tokens);
         grow(&mut self.block, memory, words)?;
         grow(&mut self.lists, memory, rows)?;
         self.pin(device, words)
@@ -84,13 +91,16 @@ impl Plan {
         for f in &step.features {
             words[features + f.row as usize] = f.feature;
         }
+        self.groups.clear();
         let mut row = 0;
         for s in &step.segments {
             words.extend([s.slot, s.position, s.rows, s.fold, s.commit, s.first_page, row, s.pages]);
+            self.groups.extend((row..row + s.rows).step_by(GROUP_ROWS));
             row += s.rows;
         }
         words.extend(&step.pages);
         words.extend(&step.logits);
+        words.extend(&self.groups);
         let len = words.len();
         let block = grow(&mut self.block, memory, len)?.clone();
         self.pin(device, len)?;
@@ -141,6 +151,11 @@ impl Plan {
 
     fn logits(&self) -> u64 {
         self.word(3 * self.rows() + SEGMENT_WORDS * self.step.segments.len() + self.step.pages.len())
+    }
+
+    /// First rows of the groups.
+    pub(crate) fn groups(&self) -> u64 {
+        self.logits() + 4 * self.step.logits.len() as u64
     }
 
     /// Position after the furthest row.

@@ -11,7 +11,7 @@ use crate::{
     kernels::{
         dense, dsa, experts,
         gemm::{self, Variant},
-        kda, mhc, mla, moe, vision,
+        index, kda, mhc, mla, moe, sparse, vision,
     },
     types::GROUP,
 };
@@ -20,20 +20,30 @@ use crate::{
 pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     let text = &config.text;
     let values = |numbers: &[usize]| numbers.iter().map(|&n| n as i64).collect::<Vec<i64>>();
-    let (index, moe_config) = (&text.indexer, &text.moe);
+    let (indexer, moe_config) = (&text.indexer, &text.moe);
     let (top, experts) = (moe_config.experts_per_token, moe_config.num_experts);
     let mut units = vec![
         dense::FILE.unit(&[]),
         bench::FILE.unit(&[]),
         mhc::FILE.unit(&values(&[text.mhc.streams])),
         kda::FILE.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)),
-        dsa::FILE.unit(&values(&[PAGE_TOKENS, index.kpool, index.head_dim, index.num_heads])),
+        dsa::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool, indexer.head_dim, indexer.num_heads])),
         dsa::FILE.unit(&values(&dsa::WITHOUT_INDEXER)),
         mla::FILE.unit(&values(&[text.mla.kv_lora_rank, PAGE_TOKENS])),
         moe::FILE.unit(&values(&[top, experts, moe_config.num_groups, moe_config.topk_groups])),
     ];
     if text.kda.head_dim == kda::CHUNKED_DIM {
         units.push(kda::CHUNKS.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)));
+    }
+    if text.mla.kv_lora_rank == sparse::LATENT {
+        // What caches of halves take: all heads, and the slices of two and four ranks.
+        for heads in [1, 2, 4].map(|ranks| sparse::item_heads(text.mla.num_heads.div_ceil(ranks))) {
+            let unit = sparse::FILE.unit(&values(&[heads, PAGE_TOKENS]));
+            if !units.contains(&unit) {
+                units.push(unit);
+            }
+        }
+        units.push(index::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool])));
     }
     if moe_config.num_groups != 1 || moe_config.topk_groups != 1 {
         units.push(moe::FILE.unit(&values(&[top, experts, 1, 1])));
@@ -67,7 +77,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
 
 /// Whether a unit uses what compute capability 9.0 alone has.
 pub fn needs_warpgroups(unit: &Unit) -> bool {
-    unit.file == experts::FILE.name
+    [experts::FILE.name, sparse::FILE.name, index::FILE.name].contains(&unit.file)
 }
 
 fn variants(config: &Config) -> impl Iterator<Item = Variant> {

@@ -1,12 +1,13 @@
 //! Runs the CUDA backend beside the CPU backend on this machine: every stage over odd shapes, the micro model end to end,
 //! and kernels against the limits of the device. Prints tables; the exit code is not zero when something differs.
 //!
-//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [experts] [kda] [micro] [bench [tune] [ROWS]]
+//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [halves] [experts] [kda] [micro] [bench [tune] [ROWS]]
 //! [--kernels FAMILY[,FAMILY]]`, or `... compile`, which needs no device and fills the folder with the released model's kernels.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failure ends the program")]
 
 mod bench;
+mod halves;
 #[path = "../../../model/tests/harness/mod.rs"]
 mod harness;
 mod material;
@@ -67,6 +68,10 @@ fn main() -> ExitCode {
         if part == "stages" && wanted(part) || parts.iter().any(|p| p == part) {
             failures += stages::run(open(), which);
         }
+    }
+    if wanted("halves") {
+        let options = Options { half_cache: true, ..options.clone() };
+        failures += halves::check(Cuda::open(&options).unwrap());
     }
     if wanted("micro") {
         failures += micro::run(&open);

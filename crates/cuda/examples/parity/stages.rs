@@ -11,7 +11,7 @@ use crate::material::{
 };
 
 /// A named result, with the largest relative error that it may have.
-type Named = (String, Vec<f32>, f64);
+pub(crate) type Named = (String, Vec<f32>, f64);
 
 /// Bound of a product: activations carry 16 to 17 bits.
 const PRODUCT: f64 = 1e-5;
@@ -625,11 +625,14 @@ pub(crate) fn relative(found: &[f32], expected: &[f32]) -> f64 {
 /// Compares stages; the number of failures.
 pub(crate) fn run(mut cuda: Cuda, which: Which) -> usize {
     let expected = all(&mut Cpu::new(8), which);
-    let found = all(&mut cuda, which);
-    let again = all(&mut cuda, which);
+    compare(&expected, &all(&mut cuda, which), &all(&mut cuda, which))
+}
+
+/// Compares two runs of a backend with what is expected and with each other; the number of failures.
+pub(crate) fn compare(expected: &[Named], found: &[Named], again: &[Named]) -> usize {
     let mut failures = 0;
     let mut groups: Vec<(String, usize, f64, f64)> = Vec::new();
-    for (((name, found, bound), (_, again, _)), (_, expected, _)) in found.iter().zip(&again).zip(&expected) {
+    for (((name, found, bound), (_, again, _)), (_, expected, _)) in found.iter().zip(again).zip(expected) {
         let error = relative(found, expected);
         let same = found.iter().zip(again).all(|(a, b)| a.to_bits() == b.to_bits());
         if error.is_nan() || error > *bound || !same {

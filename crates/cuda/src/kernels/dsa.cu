@@ -2,7 +2,8 @@
 //
 // A row's normed index key and its pool gate lie in a scratch row; of positions before the segment they come from the slot's
 // ring. A pool's key is K[d] = sum_j softmax_j(gate_j[d] + ape_j[d]) key_j[d]. Scores are true f32, summed over heads in
-// ascending order; the best pools are found by a radix selection on ordered bits, ties going to the lower pool.
+// ascending order; the best pools are found by a radix selection on ordered bits, ties going to the lower pool. With caches of
+// halves index.cu scores and chooses.
 // PAGE: tokens a page; KPOOL, DIM, HEADS: the indexer's (DIM a multiple of 32, at most 256).
 #include "common.cuh"
 
@@ -13,7 +14,7 @@
 KERNEL write_rows(const Segment *segments, const u32 *row_segment, const u32 *pages, const float *proj, int proj_stride,
                   int q_lora, int latent, const float *q_weight, float q_eps, const float *kv_weight, float kv_eps,
                   const float *k_weight, const float *k_bias, float k_eps, int indexer, float *q_residual, int q_stride,
-                  float *latents, float *keys) {
+                  void *latents, int half, float *keys) {
     __shared__ float room[8];
     const int row = blockIdx.x;
     const Segment s = segments[row_segment[row]];
@@ -28,8 +29,14 @@ KERNEL write_rows(const Segment *segments, const u32 *row_segment, const u32 *pa
     square = 0.0f;
     for (int i = threadIdx.x; i < latent; i += 256) square = fmaf(x[i], x[i], square);
     scale = 1.0f / sqrtf(block_sum<256>(square, room) / latent + kv_eps);
-    float *to = latents + ((u64)pages[s.first_page + position / PAGE] * PAGE + position % PAGE) * latent;
-    for (int i = threadIdx.x; i < latent; i += 256) to[i] = x[i] * scale * kv_weight[i];
+    const u64 place = ((u64)pages[s.first_page + position / PAGE] * PAGE + position % PAGE) * latent;
+    for (int i = threadIdx.x; i < latent; i += 256) {
+        const float v = x[i] * scale * kv_weight[i];
+        if (half)
+            ((u16 *)latents)[place + i] = narrow_half(v, 0.0f);
+        else
+            ((float *)latents)[place + i] = v;
+    }
 
     if (!indexer) return;
     x += latent;
@@ -42,7 +49,8 @@ KERNEL write_rows(const Segment *segments, const u32 *row_segment, const u32 *pa
 
 // Keys of the pools that a row completes. Grid (rows), DIM threads. `gate_column` is the gate's place in the projection.
 KERNEL write_pools(const Segment *segments, const u32 *row_segment, const u32 *pages, const float *proj, int proj_stride,
-                   int gate_column, const float *keys, const float *ape, const float *tails, int ring, float *pool_keys) {
+                   int gate_column, const float *keys, const float *ape, const float *tails, int ring, void *pool_keys,
+                   int half) {
     const int row = blockIdx.x, d = threadIdx.x;
     const Segment s = segments[row_segment[row]];
     const int position = s.position + row - s.first_row;
@@ -71,7 +79,12 @@ KERNEL write_pools(const Segment *segments, const u32 *row_segment, const u32 *p
         acc = fmaf(e, key[j], acc);
     }
     const int pool = position % PAGE / KPOOL;
-    pool_keys[((u64)pages[s.first_page + position / PAGE] * POOLS + pool) * DIM + d] = acc / sum;
+    const u64 page = (u64)pages[s.first_page + position / PAGE] * POOLS * DIM;
+    if (half)  // see index.cu
+        ((u16 *)pool_keys)[page + d / 64 * (POOLS * 64) + pool * 64 + ((d % 64 / 8) ^ (pool % 8)) * 8 + d % 8] =
+            narrow_half(acc / sum, 0.0f);
+    else
+        ((float *)pool_keys)[page + pool * DIM + d] = acc / sum;
 }
 
 // Keys and gates of a segment's last rows to the slot's ring. Grid (ring, segments), DIM threads.

@@ -2,10 +2,12 @@
 
 use glimmer_tensor::{Columns, DsaColumns, DsaWeights, Error, IndexerWeights, PAGE_TOKENS, Result};
 
+use super::index;
 use crate::{
     backend::Cuda,
     cache::CudaCache,
     launch::{Arguments, File, Grid},
+    plan::GROUP_ROWS,
     types::{CudaBuffer, CudaSelection, Format, require, require_equal},
 };
 
@@ -75,6 +77,7 @@ pub(crate) fn dsa_write(
         .with(q_residual.at(0))
         .int(q_residual.width)
         .with(held.latents.address())
+        .int(usize::from(cache.half))
         .with(keys);
     q_residual.format = Format::Float;
     let kernel = cuda.kernels.get(&FILE, &constants, "write_rows")?;
@@ -93,7 +96,8 @@ pub(crate) fn dsa_write(
         .with(i.ape.address())
         .with(held.tails.address())
         .int(ring)
-        .with(held.pool_keys.address());
+        .with(held.pool_keys.address())
+        .int(usize::from(cache.half));
     let kernel = cuda.kernels.get(&FILE, &constants, "write_pools")?;
     cuda.kernels.launch(kernel, Grid::new([rows, 1, 1], i.dim), pools)?;
     let tails = Arguments::new()
@@ -136,31 +140,47 @@ pub(crate) fn dsa_select(
     let pools = cuda.plan.end() / kpool;
     // Where everything fits, nothing is scored.
     let scored = if pools > keep { pools } else { 0 };
-    let turn = SCORES.checked_div(scored).unwrap_or(rows).clamp(1, rows.max(1));
+    let turn = SCORES.checked_div(scored).unwrap_or(rows).clamp(GROUP_ROWS, rows.max(GROUP_ROWS));
     let scores = cuda.scratch("index scores", 4 * turn * scored)?;
     let pool_keys = cache.dsa(layer)?.pool_keys.address();
-    let (score, choose) =
-        (cuda.kernels.get(&FILE, &constants, "score")?, cuda.kernels.get(&FILE, &constants, "choose")?);
-    for first in (0..rows).step_by(turn) {
-        let count = turn.min(rows - first);
-        let arguments = Arguments::new()
-            .with(segments)
-            .with(row_segments)
-            .with(pages)
-            .int(first)
-            .with(query.buffer.at(0))
-            .int(query.buffer.width)
-            .int(query.start)
-            .with(proj.at(0))
-            .int(proj.width)
-            .int(head_weights)
-            .with(1.0 / (heads as f32).sqrt())
-            .with(1.0 / (dim as f32).sqrt())
-            .with(pool_keys)
-            .int(keep)
-            .with(scores)
-            .int(scored);
-        cuda.kernels.launch(score, Grid::new([scored.div_ceil(TILE), count, 1], 128), arguments)?;
+    // Whole groups of rows, for the kernel that takes them together.
+    let groups = cuda.plan.groups.len();
+    let starts = |group: usize| cuda.plan.groups.get(group).map_or(rows, |&row| row as usize);
+    for group in (0..groups).step_by(turn / GROUP_ROWS) {
+        let end = (group + turn / GROUP_ROWS).min(groups);
+        let (first, count) = (starts(group), starts(end) - starts(group));
+        if cache.half {
+            index::score(
+                cuda,
+                weights,
+                query,
+                (proj, head_weights),
+                pool_keys,
+                [group..end, first..first + count],
+                keep,
+                (scores, scored),
+            )?;
+        } else {
+            let arguments = Arguments::new()
+                .with(segments)
+                .with(row_segments)
+                .with(pages)
+                .int(first)
+                .with(query.buffer.at(0))
+                .int(query.buffer.width)
+                .int(query.start)
+                .with(proj.at(0))
+                .int(proj.width)
+                .int(head_weights)
+                .with(1.0 / (heads as f32).sqrt())
+                .with(1.0 / (dim as f32).sqrt())
+                .with(pool_keys)
+                .int(keep)
+                .with(scores)
+                .int(scored);
+            let score = cuda.kernels.get(&FILE, &constants, "score")?;
+            cuda.kernels.launch(score, Grid::new([scored.div_ceil(TILE), count, 1], 128), arguments)?;
+        }
         let arguments = Arguments::new()
             .with(segments)
             .with(row_segments)
@@ -171,7 +191,12 @@ pub(crate) fn dsa_select(
             .with(selection.tokens.address())
             .int(selection.width)
             .with(selection.lens.address());
-        cuda.kernels.launch(choose, Grid::new([count, 1, 1], 256), arguments)?;
+        if cache.half {
+            index::choose(cuda, kpool, count, arguments)?;
+        } else {
+            let choose = cuda.kernels.get(&FILE, &constants, "choose")?;
+            cuda.kernels.launch(choose, Grid::new([count, 1, 1], 256), arguments)?;
+        }
     }
     Ok(())
 }

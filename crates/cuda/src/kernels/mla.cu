@@ -12,7 +12,7 @@ DEVICE float weight(const u8 *w, int bf16, u64 at) { return bf16 ? widen(((const
 
 // absorbed[row, head, latent] = K^T q. Grid (LATENT / 128, heads, rows / 8), 128 threads; a weight serves eight rows.
 KERNEL absorb(const float *query, int stride, int start, int rows, const u8 *kv_b, int bf16, int pitch, int qk, int v,
-              int heads, float *absorbed) {
+              int heads, void *absorbed, int half) {
     extern __shared__ __align__(16) float q[];
     const int l = blockIdx.x * 128 + threadIdx.x, head = blockIdx.y, first = blockIdx.z * ROWS;
     const int n = min_of(ROWS, rows - first);
@@ -29,7 +29,13 @@ KERNEL absorb(const float *query, int stride, int start, int rows, const u8 *kv_
 #pragma unroll
         for (int r = 0; r < ROWS; r++) sum[r] = fmaf(w, q[r * qk + d], sum[r]);
     }
-    for (int r = 0; r < n; r++) absorbed[((u64)(first + r) * heads + head) * LATENT + l] = sum[r];
+    for (int r = 0; r < n; r++) {
+        const u64 at = ((u64)(first + r) * heads + head) * LATENT + l;
+        if (half)
+            ((u16 *)absorbed)[at] = narrow_half(sum[r], 0.0f);
+        else
+            ((float *)absorbed)[at] = sum[r];
+    }
 }
 
 // Attended latents in place of the absorbed queries. Grid (heads / 8, rows), 256 threads: a warp a head, tiles of 32 tokens

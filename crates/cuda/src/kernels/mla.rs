@@ -2,7 +2,7 @@
 
 use glimmer_tensor::{Columns, DsaWeights, Error, PAGE_TOKENS, Result};
 
-use super::dsa::check_pages;
+use super::{dsa::check_pages, sparse};
 use crate::{
     backend::Cuda,
     cache::CudaCache,
@@ -49,6 +49,7 @@ pub(crate) fn mla(
     let held = cache.dsa(layer)?;
     let constants = [latent as i64, PAGE_TOKENS as i64];
     let absorbed = cuda.scratch("absorbed queries", 4 * rows * heads * latent)?;
+    let half = cache.half && latent == sparse::LATENT;
 
     let arguments = Arguments::new()
         .with(query.buffer.at(0))
@@ -61,28 +62,37 @@ pub(crate) fn mla(
         .int(qk)
         .int(v)
         .int(heads)
-        .with(absorbed);
+        .with(absorbed)
+        .int(usize::from(half));
     let blocks = [latent.div_ceil(128), heads, rows.div_ceil(ROWS)];
     let grid = Grid { blocks, threads: 128, shared: 4 * ROWS * qk };
     cuda.kernels.launch(cuda.kernels.get(&FILE, &constants, "absorb")?, grid, arguments)?;
 
-    let arguments = Arguments::new()
-        .with(cuda.plan.segments())
-        .with(cuda.plan.row_segments())
-        .with(cuda.plan.pages())
-        .with(held.latents.address())
-        .with(selection.tokens.address())
-        .int(selection.width)
-        .with(selection.lens.address())
-        .with(1.0 / (qk as f32).sqrt())
-        .int(heads)
-        .with(absorbed);
-    let shared = 4 * (TILE * (latent + 4) + HEADS * latent);
-    let grid = Grid { blocks: [heads.div_ceil(HEADS), rows, 1], threads: 32 * HEADS, shared };
-    cuda.kernels.launch(cuda.kernels.get(&FILE, &constants, "attend")?, grid, arguments)?;
+    let scale = 1.0 / (qk as f32).sqrt();
+    let attended = if half {
+        let out = cuda.scratch("attended latents", 4 * rows * heads * latent)?;
+        sparse::attend(cuda, selection, held.latents.address(), [absorbed, out], heads, scale)?;
+        out
+    } else {
+        let arguments = Arguments::new()
+            .with(cuda.plan.segments())
+            .with(cuda.plan.row_segments())
+            .with(cuda.plan.pages())
+            .with(held.latents.address())
+            .with(selection.tokens.address())
+            .int(selection.width)
+            .with(selection.lens.address())
+            .with(scale)
+            .int(heads)
+            .with(absorbed);
+        let shared = 4 * (TILE * (latent + 4) + HEADS * latent);
+        let grid = Grid { blocks: [heads.div_ceil(HEADS), rows, 1], threads: 32 * HEADS, shared };
+        cuda.kernels.launch(cuda.kernels.get(&FILE, &constants, "attend")?, grid, arguments)?;
+        absorbed
+    };
 
     let arguments = Arguments::new()
-        .with(absorbed)
+        .with(attended)
         .int(rows)
         .with(weights.kv_b.address())
         .with(plain)

@@ -1,0 +1,146 @@
+//! Attention over caches of halves against the CPU backend's f32 caches, and that a row alone has the bits that it has beside
+//! others.
+
+use glimmer_cuda::Cuda;
+use glimmer_tensor::{Backend, CacheShape, Columns, Cpu, DsaColumns, DsaWeights, IndexerWeights, PAGE_TOKENS, Step};
+
+use crate::{
+    material::{Kind, Part, Random, buffer, matrix, norm, poison, random_buffer, read, step, vector},
+    stages::{Named, compare},
+};
+
+/// Bound of attention: latents, absorbed queries and softmax weights carry 11 bits.
+const ATTENTION: f64 = 1e-3;
+/// Bound of a selection as a vector of zeros and ones: a hundredth of it may be others, nearly tied.
+const SELECTION: f64 = 0.15;
+
+const LATENT: usize = 512;
+const Q_LORA: usize = 32;
+const INDEX: (usize, usize, usize) = (32, 128, 4);
+/// Sequences of the cache, and the tokens of the long one.
+const SLOTS: usize = 4;
+const LONG: usize = 2304;
+
+/// `count` of the tokens below `end`, ascending.
+fn some_tokens(random: &mut Random, end: usize, count: usize) -> Vec<u32> {
+    let mut left = count.min(end);
+    let mut chosen = Vec::with_capacity(left);
+    for token in 0..end {
+        if random.below(end - token) < left {
+            chosen.push(token as u32);
+            left -= 1;
+        }
+    }
+    chosen
+}
+
+fn run<B: Backend>(b: &mut B, out: &mut Vec<Named>, heads: usize, qk: usize, v: usize) {
+    let random = &mut Random(heads as u64);
+    let (index_heads, dim, kpool) = INDEX;
+    let topk = 2048;
+    let shape = CacheShape {
+        kda_layers: 0,
+        kda_heads: 1,
+        kda_head_dim: 32,
+        conv_kernel: 4,
+        dsa_layers: 1,
+        latent: LATENT,
+        index_dim: dim,
+        kpool,
+        slots: SLOTS,
+        pages: SLOTS * (LONG / PAGE_TOKENS + 1),
+        max_draft: 2,
+    };
+    let mut cache = b.cache(&shape).unwrap();
+    let weights = DsaWeights {
+        q_norm: norm(b, random, Q_LORA, false, 1e-5),
+        kv_norm: norm(b, random, LATENT, false, 1e-5),
+        kv_b: matrix(b, random, Kind::Bf16, heads * (qk + v), LATENT),
+        indexer: Some(IndexerWeights {
+            k_norm: norm(b, random, dim, true, 1e-6),
+            ape: vector(b, &random.values(kpool * dim)),
+            heads: index_heads,
+            dim,
+            kpool,
+            topk,
+        }),
+        heads,
+        qk_dim: qk,
+        v_dim: v,
+    };
+    let indexer = weights.indexer.as_ref().unwrap();
+    let columns = DsaColumns { q_lora: Q_LORA, latent: LATENT };
+    let width = Q_LORA + LATENT + 2 * dim + index_heads;
+    let most = topk + kpool - 1;
+    let mut selection = b.selection(256, most).unwrap();
+    let chunks = (0..LONG / 256).map(|i| vec![[0, 256 * i, 256, 0, 256]]);
+    let short: Vec<Part> = vec![[1, 0, 70, 0, 70]];
+    let last: Vec<Part> = vec![[0, LONG, 3, 0, 1], [1, 70, 2, 0, 2], [2, 0, 1, 0, 1]];
+    let fill = |b: &mut B, s: &Step, cache: &mut B::Cache, random: &mut Random| {
+        let proj = random_buffer(b, random, s.rows(), width);
+        let mut residual = poison(b, s.rows(), Q_LORA);
+        b.begin(s).unwrap();
+        b.dsa_write(&weights, columns, &proj, true, cache, 0, &mut residual).unwrap();
+        proj
+    };
+    for parts in chunks.chain([short]) {
+        let s = step(SLOTS, &parts, random, 10);
+        fill(b, &s, &mut cache, random);
+    }
+    let s = step(SLOTS, &last, random, 10);
+    let rows = s.rows();
+    let proj = fill(b, &s, &mut cache, random);
+    let query_width = heads * qk + index_heads * dim + heads % 2;
+    let queries = random.values(rows * query_width);
+    let query = buffer(b, rows, query_width, &queries);
+    let index = Columns { buffer: &query, start: heads * qk, width: index_heads * dim };
+    b.dsa_select(indexer, columns, index, &proj, &cache, 0, &mut selection).unwrap();
+    for row in 0..rows {
+        let mut chosen = vec![0.0; LONG + 3];
+        let tokens = b.read_selection(&selection, row);
+        tokens.iter().for_each(|&t| chosen[t as usize] = 1.0);
+        chosen.push(tokens.len() as f32);
+        // Ascending, each once.
+        chosen.push(f32::from(u8::from(tokens.is_sorted_by(|a, b| a < b))));
+        out.push((format!("selection {heads} row {row}"), chosen, SELECTION));
+    }
+    let positions: Vec<usize> = last.iter().flat_map(|p| p[1]..p[1] + p[2]).collect();
+    let counts = [most, 300, 65, 64, 1, 1];
+    let lists: Vec<Vec<u32>> =
+        positions.iter().zip(counts).map(|(&p, count)| some_tokens(random, p + 1, count)).collect();
+    for (row, list) in lists.iter().enumerate() {
+        b.write_selection(&mut selection, row, list).unwrap();
+    }
+    let mut core = poison(b, rows, heads * v);
+    let q = Columns { buffer: &query, start: 0, width: heads * qk };
+    b.mla(&weights, q, &selection, &cache, 0, &mut core).unwrap();
+    let all = read(b, &core, rows, heads * v);
+    for (row, values) in all.chunks_exact(heads * v).enumerate() {
+        out.push((format!("mla {heads} row {row}, {} tokens", lists[row].len()), values.to_vec(), ATTENTION));
+    }
+    // The first row alone.
+    let s = step(SLOTS, &[[0, LONG, 1, 0, 1]], random, 10);
+    b.begin(&s).unwrap();
+    let query = buffer(b, 1, query_width, &queries[..query_width]);
+    let mut alone = poison(b, 1, heads * v);
+    let q = Columns { buffer: &query, start: 0, width: heads * qk };
+    b.mla(&weights, q, &selection, &cache, 0, &mut alone).unwrap();
+    let alone = read(b, &alone, 1, heads * v);
+    let same = alone.iter().zip(&all).all(|(a, b)| a.to_bits() == b.to_bits());
+    out.push((format!("alone {heads}"), vec![f32::from(u8::from(same))], 0.0));
+}
+
+fn all<B: Backend>(b: &mut B) -> Vec<Named> {
+    let mut out = Vec::new();
+    b.reserve(256, 8192, 2 * LONG).unwrap();
+    for (heads, qk, v) in [(9, 64, 64), (8, 32, 40), (32, 256, 256), (40, 64, 64)] {
+        run(b, &mut out, heads, qk, v);
+    }
+    out
+}
+
+/// Compares; the number of failures.
+pub(crate) fn check(mut cuda: Cuda) -> usize {
+    let expected = all(&mut Cpu::new(8));
+    compare(&expected, &all(&mut cuda), &all(&mut cuda))
+}
