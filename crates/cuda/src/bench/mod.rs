@@ -4,6 +4,8 @@
 //! Contents are random, never zeros. The limits are measured in the same run: the rate of reading 2 GiB once for streams of
 //! memory, the rate of warpgroup products of random halves for arithmetic on tensor cores. One file a family of kernels.
 
+mod attention;
+mod dense;
 mod experts;
 mod kda;
 mod mhc;
@@ -225,7 +227,13 @@ pub fn tensor_rate(cuda: &mut Cuda) -> Result<Row> {
 pub type Family = fn(&mut Cuda, &mut dyn FnMut(Row)) -> Result<()>;
 
 /// The families by name.
-pub const FAMILIES: [(&str, Family); 3] = [("experts", experts::rows), ("kda", kda::rows), ("mhc", mhc::rows)];
+pub const FAMILIES: [(&str, Family); 5] = [
+    ("experts", experts::rows),
+    ("kda", kda::rows),
+    ("mhc", mhc::rows),
+    ("attention", attention::rows),
+    ("dense", dense::rows),
+];
 
 fn ceiling(kernel: &str, micros: [f64; 3], bytes: f64, flops: f64) -> Row {
     Row { kernel: kernel.to_owned(), rows: 0, micros, bytes, flops, unit: Unit::Tensor }
