@@ -481,7 +481,7 @@ pub(crate) struct ReplayArgs {
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
     /// Kernels against the limits of this machine, measured in the same run
-    Kernels(BenchJson),
+    Kernels(BenchKernelsArgs),
     /// Decode and prefill speed of a model at several batch sizes
     Model(BenchModelArgs),
     /// The GPTQ solve against the machine's f32 rate
@@ -573,10 +573,15 @@ pub(crate) struct BenchExactnessArgs {
 }
 
 #[derive(Debug, Args)]
-pub(crate) struct BenchJson {
+pub(crate) struct BenchKernelsArgs {
+    /// Families of a GPU's kernels (default: all; a wrong one says which there are)
+    #[arg(long, value_name = "NAME", value_delimiter = ',')]
+    pub(crate) family: Vec<String>,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Args)]

@@ -12,14 +12,22 @@ use serde::Serialize;
 use serde_json::{Value, json};
 
 use crate::{
-    args::{BenchGptqArgs, BenchJson, BenchModelArgs},
+    args::{BenchGptqArgs, BenchKernelsArgs, BenchModelArgs},
     device::{Place, on_device},
     output::OutputFile,
 };
 
-/// CPU kernels against the machine.
-pub(crate) fn kernels(args: &BenchJson, threads: usize) -> anyhow::Result<ExitCode> {
+/// Kernels of the CPU or of a GPU against what it can do.
+pub(crate) fn kernels(args: &BenchKernelsArgs, threads: usize) -> anyhow::Result<ExitCode> {
     let file = OutputFile::prepare_optional(args.json.as_deref())?;
+    match Place::of(&args.device)? {
+        Place::Cpu if !args.family.is_empty() => {
+            anyhow::bail!("--family is for --device cuda; leave it out on the CPU")
+        }
+        Place::Cpu => {}
+        #[cfg(feature = "cuda")]
+        Place::Cuda(gpu) => return gpu_kernels(&gpu, &args.family, file),
+    }
     let bench = measure(&mut Cpu::new(threads), &CpuBenchPlan::default())?;
     let mut out = anstream::stdout().lock();
     writeln!(out, "{} on {} threads", bench.isa, bench.threads)?;
@@ -43,6 +51,52 @@ pub(crate) fn kernels(args: &BenchJson, threads: usize) -> anyhow::Result<ExitCo
         )?;
     }
     save(file, &bench)
+}
+
+/// Every family of a GPU's kernels, a line a kernel and size as it is measured.
+#[cfg(feature = "cuda")]
+fn gpu_kernels(
+    gpu: &crate::device::cuda::Gpu,
+    wanted: &[String],
+    file: Option<OutputFile>,
+) -> anyhow::Result<ExitCode> {
+    use glimmer_cuda::bench::{FAMILIES, Row, ceilings};
+    let known = FAMILIES.map(|(name, _)| name);
+    if let Some(name) = wanted.iter().find(|name| !known.contains(&name.as_str())) {
+        anyhow::bail!("--family {name}: there is no such family; there are {}", known.join(", "));
+    }
+    let mut cuda = gpu.open()?;
+    let limits = ceilings(&mut cuda)?;
+    let mut out = anstream::stdout().lock();
+    writeln!(
+        out,
+        "{}: read {:.0} GB/s, copy {:.0} GB/s, products {:.0} TFLOP/s",
+        gpu.name(),
+        limits.read,
+        limits.copy,
+        limits.tensor
+    )?;
+    writeln!(out, "{}", Row::HEADER)?;
+    let (mut rows, mut printed) = (Vec::new(), Ok(()));
+    for (name, family) in FAMILIES {
+        if wanted.is_empty() || wanted.iter().any(|w| w == name) {
+            family(&mut cuda, &mut |row| {
+                if printed.is_ok() {
+                    printed = writeln!(out, "{}", row.line(&limits));
+                }
+                rows.push(json!({
+                    "family": name, "kernel": row.kernel, "rows": row.rows, "us": row.micros, "bytes": row.bytes,
+                    "flops": row.flops, "floor_us": row.floor(&limits), "achieved": row.achieved(&limits),
+                }));
+            })?;
+        }
+    }
+    printed?;
+    let result = json!({
+        "device": gpu.name(), "read_gbps": limits.read, "copy_gbps": limits.copy, "tensor_tflops": limits.tensor,
+        "kernels": rows,
+    });
+    save(file, &result)
 }
 
 /// Decode and prefill rates of a model.
