@@ -42,5 +42,5 @@ pub use local::{Completer, Completion, CompletionSink, LocalAnswerer, ModelText,
 pub use panel::{Document, read_documents};
 pub use panel_scorer::PanelScorer;
 pub use pictures::{PictureEncoder, PictureReader};
-pub use report::{acceptance_table, divergence_table, task_table};
+pub use report::{acceptance_table, divergence_table, plain_table, task_table};
 pub use tasks::{Call, Grader, Item, Task, body, grade, read_task};

@@ -82,6 +82,12 @@ pub fn acceptance_table(sets: &[(&str, &Acceptance)]) -> String {
     table(&header, &sets.iter().map(row).collect::<Vec<_>>(), 1)
 }
 
+/// A table whose first `words` columns are text and the others numbers.
+#[must_use]
+pub fn plain_table(header: &[String], rows: &[Vec<String>], words: usize) -> String {
+    table(header, rows, words)
+}
+
 fn on_off(thinking: bool) -> &'static str {
     if thinking { "on" } else { "off" }
 }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
-use crate::load_args::BenchServeArgs;
+use crate::load_args::{BenchGridArgs, BenchServeArgs};
 
 /// Quantize, verify, run and evaluate GLM-5.3-Flash models.
 ///
@@ -488,6 +488,8 @@ pub(crate) enum BenchCommand {
     Gptq(BenchGptqArgs),
     /// Load a server with OpenAI's API and measure what its clients see (flags as `vllm bench serve` names them)
     Serve(Box<BenchServeArgs>),
+    /// Load tests over several concurrencies, twice, and one page of HTML with plots
+    Grid(Box<BenchGridArgs>),
     /// Whether answers depend on prefix cache, drafts, chunks, company or preemption (they must not)
     Exactness(BenchExactnessArgs),
     /// Greedy answers on a GPU against the CPU's: equal, or a near tie where they part; exit code 1 otherwise

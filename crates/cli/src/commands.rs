@@ -1,6 +1,7 @@
 //! One module a command: arguments in, library call, printed result out.
 
 pub(crate) mod bench;
+pub(crate) mod bench_grid;
 pub(crate) mod bench_serve;
 pub(crate) mod chat;
 pub(crate) mod demo;
@@ -10,6 +11,7 @@ pub(crate) mod eval;
 pub(crate) mod exactness;
 pub(crate) mod generate;
 pub(crate) mod inspect;
+pub(crate) mod local_server;
 pub(crate) mod mend;
 pub(crate) mod parity;
 pub(crate) mod plan;

@@ -187,12 +187,62 @@ pub(crate) struct BenchServeArgs {
     /// Prompts; 0 takes all lines of a custom file
     #[arg(long, default_value_t = 1000, value_name = "N", help_heading = "Prompts")]
     pub(crate) num_prompts: usize,
+    /// Send all prompts so many times, each time with another seed, and score the answers of a file that names them
+    #[arg(long, default_value_t = 0, value_name = "N", help_heading = "Prompts")]
+    pub(crate) epochs: u32,
     #[command(flatten)]
     pub(crate) request: RequestArgs,
     #[command(flatten)]
     pub(crate) traffic: TrafficArgs,
     #[command(flatten)]
     pub(crate) output: OutputArgs,
+}
+
+/// Load tests over several concurrencies, twice, and one page of HTML with plots
+///
+/// Without --base-url a server is started in this process: of the embedded model, or of what the flags behind -- say.
+/// The first pass warms the server up; what is shown is the last one.
+#[derive(Debug, Args)]
+pub(crate) struct BenchGridArgs {
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+    #[command(flatten)]
+    pub(crate) dataset: DatasetArgs,
+    #[command(flatten)]
+    pub(crate) request: RequestArgs,
+    /// Requests under way at the same time, one cell each
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,4,8", help_heading = "Grid")]
+    pub(crate) concurrency: Vec<usize>,
+    /// Requests of a cell: one number for all or one for each (default: four times the concurrency, at least 8)
+    #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "Grid")]
+    pub(crate) num_prompts: Vec<usize>,
+    /// Passes over all cells; one alone stays cold
+    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Grid")]
+    pub(crate) passes: usize,
+    /// Send the same prompts in every pass, so that a prefix cache serves all but the first
+    #[arg(long, help_heading = "Grid")]
+    pub(crate) same_prompts: bool,
+    /// Do not measure how fast prompts alone are read
+    #[arg(long, help_heading = "Grid")]
+    pub(crate) skip_prefill: bool,
+    /// The page
+    #[arg(long, value_name = "FILE", default_value = "bench-grid.html", help_heading = "Results")]
+    pub(crate) html: PathBuf,
+    /// Also write everything as JSON
+    #[arg(long, value_name = "FILE", help_heading = "Results")]
+    pub(crate) json: Option<PathBuf>,
+    /// Heading of the page
+    #[arg(long, value_name = "TEXT", help_heading = "Results")]
+    pub(crate) title: Option<String>,
+    /// What else is known of this run, for example hardware=...
+    #[arg(long, value_name = "KEY=VALUE", num_args = 0.., value_parser = pair, help_heading = "Results")]
+    pub(crate) metadata: Vec<(String, String)>,
+    /// Show no progress
+    #[arg(long, help_heading = "Results")]
+    pub(crate) disable_tqdm: bool,
+    /// Model and flags of the server that is started, as behind `glimmer serve`
+    #[arg(last = true, value_name = "SERVE FLAGS")]
+    pub(crate) serve_flags: Vec<String>,
 }
 
 /// When requests are sent.

@@ -284,6 +284,49 @@ fn a_served_model_is_benched() {
 }
 
 #[test]
+fn a_grid_serves_itself_and_writes_one_page() {
+    let directory = tempfile::tempdir().unwrap();
+    let (page, numbers) = (directory.path().join("g.html"), directory.path().join("g.json"));
+    let mut command = Command::new(env!("CARGO_BIN_EXE_glimmer"));
+    command.args([
+        "bench",
+        "grid",
+        "--concurrency",
+        "1,2",
+        "--num-prompts",
+        "3",
+        "--input_len",
+        "20",
+        "--output_len",
+        "9",
+    ]);
+    command.args(["--disable-tqdm", "--metadata", "hardware=here", "--html"]).arg(&page).arg("--json").arg(&numbers);
+    command.args(["--", "--speculative-config", r#"{"method": "mtp", "num_speculative_tokens": 1}"#]);
+    let output = command.stdin(Stdio::null()).output().unwrap();
+    let (table, log) = (text(&output.stdout), text(&output.stderr));
+    assert!(output.status.success() && table.contains("warm pass") && log.contains("serving on http://"), "{log}");
+    let html = std::fs::read_to_string(&page).unwrap();
+    assert!(html.starts_with("<!doctype html>") && html.contains("Serving embedded") && html.contains("<polyline"));
+    let numbers: serde_json::Value = serde_json::from_slice(&std::fs::read(&numbers).unwrap()).unwrap();
+    let cells = numbers["cells"].as_array().unwrap();
+    assert_eq!((cells.len(), cells[3]["concurrency"].as_u64(), cells[3]["completed"].as_u64()), (4, Some(2), Some(3)));
+    assert!(
+        cells[3]["speculation"]["drafts"].as_u64().unwrap() > 0 && numbers["prefill"].as_array().unwrap().len() == 2
+    );
+    for (arguments, needle) in [
+        (&["--num-prompts", "3,4,5", "--concurrency", "1,2"][..], "--num-prompts: 3 numbers for 2 concurrencies"),
+        (&["--base-url", "http://127.0.0.1:1", "--", "--port", "1"], "flags behind -- are for the server"),
+        (&["--html", "/no/such/x.html"], "cannot write /no/such/x.html"),
+        (&["--html", "/dev/null", "--", "/no/such/model"], "/no/such/model"),
+    ] {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_glimmer"));
+        let output = command.current_dir(directory.path()).args(["bench", "grid"]).args(arguments).output().unwrap();
+        let log = text(&output.stderr);
+        assert!(output.status.code() == Some(2) && log.contains(needle), "{arguments:?}: {log}");
+    }
+}
+
+#[test]
 fn a_bench_that_cannot_be_says_why() {
     let free = free_port();
     for (arguments, needle) in [

@@ -25,6 +25,8 @@ pub struct Prompt {
     pub id: Option<String>,
     /// What the answer should contain, where the file says so.
     pub answer: Option<String>,
+    /// Seed of the answer; none leaves it to the server.
+    pub seed: Option<u32>,
 }
 
 /// Lengths of random prompts, in tokens.
@@ -117,6 +119,7 @@ pub fn random_prompts(
             output_tokens: outputs[index],
             id: Some(format!("{id_prefix}{index}")),
             answer: None,
+            seed: None,
         });
     }
     Ok(prompts)
@@ -198,7 +201,8 @@ pub fn repetition_prompts(
             let mut ids = prefix.clone();
             ids.extend(piece(shape.suffix)?);
             let text = tokenizer.decode(&ids, false);
-            prompts.push(Prompt { text, tokens: ids.len(), output_tokens: shape.output, id: None, answer: None });
+            let output_tokens = shape.output;
+            prompts.push(Prompt { text, tokens: ids.len(), output_tokens, id: None, answer: None, seed: None });
         }
     }
     Mersenne::python(seed).shuffle(&mut prompts);
@@ -267,7 +271,8 @@ pub fn custom_prompts(
     for (index, (prompt, output_tokens, answer)) in lines.into_iter().take(count).enumerate() {
         let text = if options.template { rendered(format, &prompt, options)? } else { prompt };
         let tokens = format.tokenizer().encode(&text)?.len();
-        prompts.push(Prompt { text, tokens, output_tokens, id: Some(format!("{id_prefix}{index}")), answer });
+        let id = Some(format!("{id_prefix}{index}"));
+        prompts.push(Prompt { text, tokens, output_tokens, id, answer, seed: None });
     }
     let known = prompts.len();
     for (index, again) in (known..).zip(Mersenne::python(seed).choices(known, count - known)) {

@@ -113,6 +113,9 @@ impl Ask {
         if self.ignore_eos {
             body.insert("ignore_eos".to_owned(), true.into());
         }
+        if let Some(seed) = prompt.seed {
+            body.insert("seed".to_owned(), seed.into());
+        }
         body.extend(self.extra.clone());
         body
     }

@@ -157,7 +157,8 @@ impl Target {
         let target = self.clone();
         let (over, mut ended) = tokio::sync::oneshot::channel();
         let task = tokio::spawn(async move {
-            let prompt = Prompt { text: "Hi".to_owned(), tokens: 1, output_tokens: 1, id: None, answer: None };
+            let text = "Hi".to_owned();
+            let prompt = Prompt { text, tokens: 1, output_tokens: 1, id: None, answer: None, seed: None };
             let (origin, mut outcomes) = (Instant::now(), Vec::new());
             loop {
                 outcomes.push(target.ask.send(&target.client, &prompt, origin, Instant::now()).await);

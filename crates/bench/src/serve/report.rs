@@ -8,6 +8,7 @@ use sha2::{Digest as _, Sha256};
 use super::arrival::{RampShape, Traffic};
 use super::counters::SpeculationRun;
 use super::dataset::Prompt;
+use super::epochs::Quality;
 use super::exchange::Outcome;
 use super::load::Run;
 use super::statistics::Sample;
@@ -53,6 +54,8 @@ pub struct Report {
     pub summary: Summary,
     /// Speculative decoding, if the server drafts.
     pub speculation: Option<SpeculationRun>,
+    /// Right answers, if the prompts say what is right.
+    pub quality: Option<Quality>,
     /// When the run ended, in seconds since 1970.
     pub date: u64,
 }
@@ -73,7 +76,7 @@ impl Report {
         let summary = Summary::new(&run.outcomes, settings.goodput.as_ref(), count);
         let speculation = run.after.as_ref().zip(run.before.as_ref()).and_then(|(a, b)| a.speculation_since(b));
         let date = SystemTime::now().duration_since(UNIX_EPOCH).as_ref().map_or(0, Duration::as_secs);
-        Self { settings, run, summary, speculation, date }
+        Self { settings, run, summary, speculation, quality: None, date }
     }
 
     /// Whether a quantity is reported: those asked for, as far as they exist.
@@ -174,6 +177,12 @@ impl Report {
             for &percent in &settings.percentiles {
                 put(&format!("p{percent}_{key}_ms"), (1e3 * sample.percentile(percent)).into());
             }
+        }
+        if let Some(quality) = &self.quality {
+            put("epochs", json!(quality.epochs));
+            put("score", quality.score.into());
+            put("score_sigma", quality.sigma.into());
+            put("truncated", quality.truncated.into());
         }
         put("environment", Value::Object(settings.environment.clone()));
         map

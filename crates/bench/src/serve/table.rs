@@ -77,6 +77,15 @@ pub fn table(report: &Report) -> String {
             line(out, &format!("  Position {position}:"), decimals(100.0 * rate));
         }
     }
+    if let Some(quality) = &report.quality {
+        title(out, "Right Answers", '-');
+        for epoch in &quality.epochs {
+            line(out, &format!("Epoch {} (%):", epoch.epoch), decimals(epoch.score));
+        }
+        line(out, "All epochs (%):", decimals(quality.score));
+        line(out, "Standard deviation (%):", decimals(quality.sigma));
+        line(out, "Answers cut off:", quality.truncated);
+    }
     title(out, "", '=');
     std::mem::take(out)
 }

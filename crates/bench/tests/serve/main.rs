@@ -4,6 +4,7 @@
 
 mod dataset;
 mod faults;
+mod grid;
 mod numbers;
 mod scripted;
 mod support;

@@ -2,6 +2,7 @@
 
 use glimmer_bench::serve::arrival::{Ramp, RampShape, Traffic};
 use glimmer_bench::serve::counters::Counters;
+use glimmer_bench::serve::epochs::{Epoch, Quality};
 use glimmer_bench::serve::exchange::Outcome;
 use glimmer_bench::serve::load::Run;
 use glimmer_bench::serve::report::{Report, Settings, prompts_hash};
@@ -180,6 +181,28 @@ Per-position acceptance (%):
 #[test]
 fn the_table_is_the_established_one() {
     assert_eq!(table(&report()), TABLE);
+}
+
+#[test]
+fn right_answers_come_last_where_they_are_known() {
+    let mut report = report();
+    let epoch = |epoch, right| Epoch { epoch, items: 4, completed: 4, truncated: 1, right, score: 25.0 * right as f64 };
+    let epochs = vec![epoch(0, 2), epoch(1, 1)];
+    report.quality = Some(Quality { epochs, score: 37.5, sigma: 17.116, truncated: 2 });
+    let found = table(&report);
+    let wanted = "\
+------------------Right Answers-------------------
+Epoch 0 (%):                             50.00     
+Epoch 1 (%):                             25.00     
+All epochs (%):                          37.50     
+Standard deviation (%):                  17.12     
+Answers cut off:                         2         
+==================================================
+";
+    assert!(found.ends_with(wanted), "{found}");
+    let json = report.json(false);
+    assert_eq!((&json["score"], &json["truncated"]), (&json!(37.5), &json!(2)));
+    assert_eq!(json["epochs"][1]["right"], json!(1));
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use glimmer_bench::serve::dataset::{Prompt, RandomShape};
+use glimmer_bench::serve::epochs::{quality, repeat};
 use glimmer_bench::serve::exchange::{Api, Ask};
 use glimmer_bench::serve::load::{Load, Run};
 use glimmer_bench::serve::server::{first_model, token_count, version};
@@ -190,4 +191,20 @@ fn a_server_tells_its_model_version_and_counts() {
         assert_eq!(token_count(&client, "micro", "one two three").await, Some(count));
         assert_eq!(token_count(&client, "other", "x").await, None);
     });
+}
+
+#[test]
+fn epochs_send_the_same_items_with_other_seeds_and_are_scored() {
+    let (port, engine) = scripted(Options::default(), |request| {
+        Ok(script(if request.sampling.seed == Some(1) { "so it is 8" } else { "it is 7" }))
+    });
+    let item = Prompt { answer: Some("7".to_owned()), ..prompt("three and four", 50) };
+    let prompts = repeat(vec![item], 2);
+    let run = run(async {
+        target(port, Api::Completions).run(&load(prompts.clone(), Some(1)), &mut |_| (), std::future::pending()).await
+    });
+    finished(&run);
+    let found = quality(&prompts, &run.outcomes).unwrap();
+    assert_eq!(found.epochs.iter().map(|epoch| epoch.right).collect::<Vec<_>>(), [1, 0]);
+    assert_eq!(engine.seen().iter().map(|request| request.sampling.seed).collect::<Vec<_>>(), [Some(0), Some(1)]);
 }

@@ -111,7 +111,7 @@ pub(crate) fn target(port: u16, api: Api) -> Target {
 }
 
 pub(crate) fn prompt(text: &str, output_tokens: u32) -> Prompt {
-    Prompt { text: text.to_owned(), tokens: 3, output_tokens, id: None, answer: None }
+    Prompt { text: text.to_owned(), tokens: 3, output_tokens, id: None, answer: None, seed: None }
 }
 
 /// Tokens of a text and the model's end, a token a step.

@@ -14,6 +14,7 @@ use glimmer_bench::serve::{
     arrival::{Ramp, Traffic},
     client::{Address, Client},
     dataset::{CustomOptions, RandomShape, RepetitionShape},
+    epochs::{quality, repeat},
     exchange::{Api, Ask, Outcome},
     load::{Load, Target},
     report::{Report, Settings, prompts_hash},
@@ -63,6 +64,7 @@ pub(crate) fn run(args: &BenchServeArgs) -> anyhow::Result<ExitCode> {
         if let Some(error) = failures.first() {
             bail!("{} of {} warm-up requests failed: {error}", failures.len(), args.traffic.num_warmups);
         }
+        let prompts = repeat(prompts, args.epochs);
         let times = traffic.times(prompts.len(), &mut generator);
         let hash = prompts_hash(&prompts);
         let load = Load { prompts, times, concurrency, probe_rate: args.traffic.probe_request_rate };
@@ -90,7 +92,9 @@ pub(crate) fn run(args: &BenchServeArgs) -> anyhow::Result<ExitCode> {
             metadata: args.output.metadata.clone(),
             environment: session.environment(&hash).await,
         };
-        anyhow::Ok(Report::new(settings, run, &session.counter()))
+        let mut report = Report::new(settings, run, &session.counter());
+        report.quality = quality(&load.prompts, &report.run.outcomes);
+        anyhow::Ok(report)
     })?;
     print(&report)?;
     save.finish(&report, args.output.save_detailed)?;

@@ -10,9 +10,9 @@ use anyhow::Context as _;
 use glimmer_checkpoint::{Checkpoint, SynthOptions};
 use glimmer_server::{
     flags::{Device, FlagError, ModelShape, ServeConfig, Settings, help},
-    live::Memory,
+    live::{LoadError, Memory},
     port::{Port, bind},
-    start::StartError,
+    start::{Loaded, StartError},
     tls::Tls,
 };
 
@@ -49,7 +49,7 @@ pub(crate) fn run(arguments: &[String], threads: Option<u16>) -> anyhow::Result<
     }
 }
 
-fn read_flags(arguments: &[String], threads: Option<u16>) -> Result<(Settings, ServeConfig), FlagError> {
+pub(super) fn read_flags(arguments: &[String], threads: Option<u16>) -> Result<(Settings, ServeConfig), FlagError> {
     let environment = |name: &str| std::env::var(name).ok();
     let mut settings = Settings::parse(arguments, &environment, &|path| std::fs::read_to_string(path))?;
     if let Some(threads) = threads {
@@ -114,43 +114,75 @@ fn device(place: &Place) -> anyhow::Result<(Device, Memory)> {
     }
 }
 
-fn serve(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> {
-    #[allow(unused_mut, reason = "only a GPU is told what it will compile")]
-    let mut place = place(&config)?;
-    let (device, memory) = device(&place)?;
-    let (checkpoint, scratch) = checkpoint(&config)?;
-    #[cfg(feature = "cuda")]
-    if let Place::Cuda(gpu) = &mut place {
-        gpu.compile_ahead(checkpoint.config());
+/// What is to be served, and where.
+pub(super) struct Prepared {
+    pub(super) config: ServeConfig,
+    place: Place,
+    memory: Memory,
+    checkpoint: Checkpoint,
+    /// Files that are needed until the model is loaded.
+    scratch: Option<Scratch>,
+    threads: usize,
+}
+
+impl Prepared {
+    /// Opens the model and settles what depends on it.
+    pub(super) fn open(settings: &mut Settings, mut config: ServeConfig) -> anyhow::Result<Self> {
+        #[allow(unused_mut, reason = "only a GPU is told what it will compile")]
+        let mut place = place(&config)?;
+        let (device, memory) = device(&place)?;
+        let (checkpoint, scratch) = checkpoint(&config)?;
+        #[cfg(feature = "cuda")]
+        if let Place::Cuda(gpu) = &mut place {
+            gpu.compile_ahead(checkpoint.config());
+        }
+        config.resolve(settings, &ModelShape::of(&checkpoint), device)?;
+        tracing::info!("glimmer {} starts with\n{}", env!("CARGO_PKG_VERSION"), settings.describe().trim_end());
+        for note in config.notes(settings, device) {
+            tracing::warn!("{note}");
+        }
+        let threads = config.threads.unwrap_or_else(|| open::threads(None));
+        Ok(Self { config, place, memory, checkpoint, scratch, threads })
     }
-    config.resolve(&mut settings, &ModelShape::of(&checkpoint), device)?;
-    tracing::info!("glimmer {} starts with\n{}", env!("CARGO_PKG_VERSION"), settings.describe().trim_end());
-    for note in config.notes(&settings, device) {
-        tracing::warn!("{note}");
+
+    /// Where it computes.
+    pub(super) fn place_name(&self) -> String {
+        self.place.name(self.threads)
     }
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(WORKERS)
-        .max_blocking_threads(BLOCKING)
-        .enable_all()
-        .build()
-        .context("cannot start the threads of connections")?;
-    if config.headless {
-        tracing::warn!("--headless: on the CPU rank 0 computes alone; this process only waits for the signal to stop");
-        return Ok(runtime.block_on(glimmer_server::serve::stop_signal())?);
-    }
-    let threads = config.threads.unwrap_or_else(|| open::threads(None));
-    let port = Port::new(bind(config.host.as_deref(), config.port)?, tls(&config)?);
-    let options = config.options.clone();
-    tracing::info!("Computing on {}", place.name(threads));
-    let served = on_device!(place, open => {
-        let load = move || {
+
+    /// Loads the model.
+    pub(super) fn load(self) -> Result<Loaded, LoadError> {
+        let Self { config, place, memory, checkpoint, scratch, threads } = self;
+        on_device!(place, open => {
             let open = || open(threads).map_err(Into::into);
             let loaded = glimmer_server::live::load(memory, open, checkpoint, &config);
             drop(scratch);
             loaded
-        };
-        runtime.block_on(glimmer_server::start::run(options, port, load))
-    });
+        })
+    }
+}
+
+/// Threads of a server.
+pub(super) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .max_blocking_threads(BLOCKING)
+        .enable_all()
+        .build()
+        .context("cannot start the threads of connections")
+}
+
+fn serve(mut settings: Settings, config: ServeConfig) -> anyhow::Result<()> {
+    let prepared = Prepared::open(&mut settings, config)?;
+    let (runtime, config) = (runtime()?, &prepared.config);
+    if config.headless {
+        tracing::warn!("--headless: on the CPU rank 0 computes alone; this process only waits for the signal to stop");
+        return Ok(runtime.block_on(glimmer_server::serve::stop_signal())?);
+    }
+    let port = Port::new(bind(config.host.as_deref(), config.port)?, tls(config)?);
+    let options = config.options.clone();
+    tracing::info!("Computing on {}", prepared.place_name());
+    let served = runtime.block_on(glimmer_server::start::run(options, port, move || prepared.load()));
     // What still runs (a load that was interrupted, requests beyond the time limit) ends with the process.
     runtime.shutdown_background();
     served.map_err(|error| match error {
@@ -190,7 +222,7 @@ fn checkpoint(config: &ServeConfig) -> anyhow::Result<(Checkpoint, Option<Scratc
 }
 
 /// A directory that goes away with its guard; files that are mapped stay readable.
-struct Scratch(PathBuf);
+pub(super) struct Scratch(PathBuf);
 
 impl Drop for Scratch {
     fn drop(&mut self) {
