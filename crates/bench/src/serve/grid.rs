@@ -3,6 +3,7 @@
 //! The first pass over the whole grid meets a server that has just been started: caches are cold, kernels not compiled,
 //! memory not touched. Invariants: a pass is called warm only if a whole pass went before it on the same process, and
 //! every prompt is sent once only, so that no figure owes anything to a prefix cache (unless equal prompts are asked for).
+//! Random prompts over a small vocabulary may begin alike by chance: each cell says what the server's prefix cache held.
 
 use std::future::Future;
 

@@ -220,8 +220,8 @@ fn first_token(grid: &Grid, out: &mut String) {
         let (t, e) = (cell.ttft, cell.e2el);
         Some([t.mean, t.median, t.p99, e.median, e.p99].map(show).to_vec())
     });
-    let header = ["concurrency", "mean ms", "median ms", "P99 ms", "whole answer, median ms", "whole answer, P99 ms"];
-    let text = "From just before a request is sent, when it has a place, until its first token arrives.";
+    let header = ["concurrency", "TTFT mean", "TTFT median", "TTFT P99", "E2EL median", "E2EL P99"];
+    let text = "From just before a request is sent, when it has a place, until its first token arrives; E2EL is the whole answer. In milliseconds.";
     section(out, "Time to first token", text, Some(&chart), &header, &rows);
 }
 
@@ -315,9 +315,9 @@ fn decoding(grid: &Grid, out: &mut String) {
             either(&|o| o.throughput),
         ])
     });
-    let header = ["concurrency", "streams", "too short", "median", "early", "late", "all decode, s", "a stream", "all"];
+    let header = ["concurrency", "streams", "short", "median", "early", "late", "overlap s", "each", "all"];
     let text = "Tokens a second behind the first token, prefill left out. Streams are halved by when their first token came: \
-                the early ones decode beside the prefills of the late ones. \u{201c}All decode\u{201d} is the time in which \
+                the early ones decode beside the prefills of the late ones. Overlap is the time in which \
                 every place was decoding and none reading a prompt. Streams of less than 50 ms are dropped.";
     section(out, "Decoding alone", text, Some(&chart), &header, &rows);
 }
