@@ -229,7 +229,9 @@ async fn a_lost_device_fails_what_runs_and_ends_the_server() {
         support::post("/v1/chat/completions", &body.to_string())
     };
     assert_eq!(send(get("/health")).await, 200);
-    assert_eq!(tokio::join!(send(chat()), send(chat())), (500, 500));
+    let both = tokio::join!(send(chat()), send(chat()));
+    // What runs fails; a request that arrives only after the loss is refused.
+    assert!([(500, 500), (500, 503), (503, 500)].contains(&both), "{both:?}");
     assert_eq!(send(get("/health")).await, 503);
     assert_eq!(send(chat()).await, 503);
     let ended = serve(app, bind(Some("127.0.0.1"), 0).unwrap(), std::future::pending()).await;
