@@ -10,6 +10,7 @@ mod acceptance;
 mod behaviour;
 mod calibration;
 mod demo;
+pub mod dummy;
 mod engine;
 mod error;
 mod evaluate;
@@ -25,6 +26,7 @@ mod pictures;
 mod report;
 pub mod serve;
 pub mod soak;
+pub mod steps;
 mod tasks;
 
 pub use acceptance::Acceptance;

@@ -18,7 +18,7 @@ use crate::{
     config::Config,
     data::DType,
     error::Error,
-    int4::{PackedMatrix, Quotient},
+    int4::{self, PackedMatrix, Quotient},
     inventory::{Group, Inventory, Sum, TensorSpec},
     scheme::{Scheme, quantization_config, with_quantization_config},
     sharding::plan_shards,
@@ -190,6 +190,42 @@ impl Maker {
         }
         Ok(matrix)
     }
+}
+
+/// Random bytes for a tensor, for measuring speed alone: elements have the distribution of [`synth`], but a block of them is
+/// repeated over the whole tensor, and INT4 codes have nothing to do with any matrix. Equal specs give equal bytes.
+pub fn dummy(spec: &TensorSpec, seed: u64) -> Vec<u8> {
+    let stream = Stream::new(seed, &spec.name);
+    let bytes = usize::try_from(spec.bytes()).unwrap_or(usize::MAX);
+    let mut values = vec![0f32; CHUNK.min(usize::try_from(spec.elements()).unwrap_or(CHUNK))];
+    let scale = spec.name.ends_with("weight_scale");
+    let law = if scale {
+        // Codes lie around 0 with a deviation of 4.6.
+        let inputs = spec.shape.last().map_or(1, |groups| groups * int4::GROUP);
+        let size = 0.2 / (inputs.max(1) as f32).sqrt();
+        Law::Uniform { low: 0.5 * size, high: 1.5 * size }
+    } else {
+        Law::of(spec)
+    };
+    let block: Vec<u8> = match spec.dtype {
+        DType::F32 => {
+            law.fill(stream, 0, &mut values);
+            values.iter().flat_map(|v| v.to_le_bytes()).collect()
+        }
+        DType::Bf16 => {
+            law.fill(stream, 0, &mut values);
+            values.iter().flat_map(|v| bf16::from_f32(*v).to_le_bytes()).collect()
+        }
+        _ => {
+            Law::Uniform { low: 0.0, high: (1 << 24) as f32 }.fill(stream, 0, &mut values);
+            values.iter().flat_map(|v| (*v as u32).wrapping_mul(0x9e37_79b1).to_le_bytes()).collect()
+        }
+    };
+    let mut all = Vec::with_capacity(bytes);
+    while all.len() < bytes {
+        all.extend_from_slice(&block[..block.len().min(bytes - all.len())]);
+    }
+    all
 }
 
 /// The distribution of a tensor's elements.

@@ -496,6 +496,41 @@ pub(crate) enum BenchCommand {
     Parity(BenchParityArgs),
     /// Many clients against a server for a long time, some of them badly behaved: does anything break or stay behind?
     Soak(BenchSoakArgs),
+    /// How long a step of a configuration takes with random weights, as many layers as wanted, against what it must read
+    Step(BenchStepArgs),
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchStepArgs {
+    /// Configuration
+    #[arg(long, value_name = "FILE", default_value = "data/glm-5.3-flash/config.json")]
+    pub(crate) config: PathBuf,
+    /// First layers of it (default: all)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) layers: Option<u16>,
+    /// Leave the routed experts in BF16
+    #[arg(long)]
+    pub(crate) bf16: bool,
+    /// Sequences of the decoding steps
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "1,8,32")]
+    pub(crate) sequences: Vec<u16>,
+    /// Rows of each: a token and its drafts
+    #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=17))]
+    pub(crate) rows: u16,
+    /// Tokens before them
+    #[arg(long, default_value_t = 8192, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub(crate) context: u32,
+    /// Rows of a chunk of a prompt; 0 measures none
+    #[arg(long, default_value_t = 8192, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=65536))]
+    pub(crate) prefill: u32,
+    /// Steps of each kind
+    #[arg(long, default_value_t = 40, value_name = "N", value_parser = clap::value_parser!(u16).range(4..=10_000))]
+    pub(crate) repeats: u16,
+    /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
 }
 
 #[derive(Debug, Args)]

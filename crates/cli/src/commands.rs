@@ -19,5 +19,6 @@ pub(crate) mod quantize;
 pub(crate) mod replay;
 pub(crate) mod serve;
 pub(crate) mod soak;
+pub(crate) mod steps;
 pub(crate) mod synth;
 pub(crate) mod verify;

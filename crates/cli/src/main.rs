@@ -56,6 +56,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(BenchCommand::Serve(args)) => commands::bench_serve::run(&args),
         Command::Bench(BenchCommand::Grid(args)) => commands::bench_grid::run(&args, cli.threads),
         Command::Bench(BenchCommand::Exactness(args)) => commands::exactness::run(&args, threads),
+        Command::Bench(BenchCommand::Step(args)) => commands::steps::run(&args, threads),
         Command::Bench(BenchCommand::Parity(args)) => commands::parity::run(&args, threads),
         Command::Bench(BenchCommand::Soak(args)) => commands::soak::run(&args, cli.threads),
     }

@@ -1,0 +1,117 @@
+//! Random weights for any configuration, made in memory: for measuring speed at full width without a checkpoint.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use glimmer_checkpoint::{Bytes, Config, Inventory, TensorData, dummy};
+use glimmer_model::Error;
+use glimmer_model::weights::Source;
+use serde_json::Value;
+
+use crate::error::BenchError;
+
+/// A source of random weights. Tensors whose names differ in numbers alone (layers, experts) share one copy on the host.
+#[derive(Debug)]
+pub struct DummySource {
+    config: Config,
+    inventory: Inventory,
+    made: Mutex<HashMap<String, Bytes>>,
+}
+
+impl DummySource {
+    /// Weights for a `config.json`, of the first `layers` layers and the draft layer; `int4` quantizes the routed experts.
+    ///
+    /// # Errors
+    /// A configuration that is wrong, or cannot be quantized.
+    pub fn new(config: &str, layers: Option<usize>, int4: bool) -> Result<Self, BenchError> {
+        let failed = |error: &dyn std::fmt::Display| BenchError::model("the configuration", error.to_string());
+        let text = match layers {
+            Some(layers) => shortened(config, layers).map_err(|error| failed(&error))?,
+            None => config.to_owned(),
+        };
+        let config = Config::parse(&text).map_err(|error| failed(&error))?;
+        let inventory = if int4 { Inventory::w4a16(&config) } else { Ok(Inventory::bf16(&config)) };
+        Ok(Self { inventory: inventory.map_err(|error| failed(&error))?, config, made: Mutex::default() })
+    }
+
+    /// Decoder layers.
+    pub fn layers(&self) -> usize {
+        self.config.text.num_hidden_layers
+    }
+
+    /// Its tensors.
+    pub fn inventory(&self) -> &Inventory {
+        &self.inventory
+    }
+}
+
+/// The configuration with the first `layers` layers only. Lists with an entry a layer are cut, lists of layers filtered.
+fn shortened(config: &str, layers: usize) -> Result<String, serde_json::Error> {
+    let mut whole: Value = serde_json::from_str(config)?;
+    let text = if whole["text_config"].is_object() { &mut whole["text_config"] } else { &mut whole };
+    let all = text["num_hidden_layers"].as_u64().unwrap_or(0);
+    cut(text, usize::try_from(all).unwrap_or(usize::MAX), layers);
+    text["num_hidden_layers"] = layers.into();
+    serde_json::to_string(&whole)
+}
+
+fn cut(value: &mut Value, all: usize, layers: usize) {
+    for (name, entry) in value.as_object_mut().into_iter().flatten() {
+        match entry {
+            Value::Object(_) => cut(entry, all, layers),
+            Value::Array(list) if list.len() == all => list.truncate(layers),
+            Value::Array(list) if name.ends_with("_layers") => {
+                list.retain(|layer| layer.as_u64().is_some_and(|l| l < layers as u64));
+            }
+            _ => {}
+        }
+    }
+}
+
+impl Source for DummySource {
+    fn config(&self) -> &Config {
+        &self.config
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.inventory.find(name).is_some()
+    }
+
+    fn tensor(&self, name: &str) -> glimmer_model::Result<TensorData> {
+        let missing = || Error::Missing { name: name.to_owned(), expected: "a tensor of the configuration".to_owned() };
+        let spec = self.inventory.find(name).ok_or_else(missing)?;
+        let kind: String =
+            name.chars().filter(|c| !c.is_ascii_digit()).chain(format!("{:?}", spec.shape).chars()).collect();
+        let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = made.entry(kind).or_insert_with(|| Bytes::new(dummy(spec, 0))).clone();
+        Ok(TensorData { name: name.to_owned(), dtype: spec.dtype, shape: spec.shape.clone(), bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const RELEASED: &str = include_str!("../../../data/glm-5.3-flash/config.json");
+
+    #[test]
+    fn a_configuration_is_cut_to_its_first_layers() {
+        let source = DummySource::new(RELEASED, Some(5), true).unwrap();
+        let text = &source.config().text;
+        assert_eq!((text.num_hidden_layers, text.kda_layers().count(), text.dsa_layers().count()), (5, 4, 1));
+        assert!(text.mtp_layer().is_some());
+        assert!(source.has("model.language_model.layers.4.mlp.experts.287.up_proj.weight_packed"));
+        assert!(!source.has("model.language_model.layers.6.mlp.experts.0.up_proj.weight"));
+    }
+
+    #[test]
+    fn experts_share_one_copy_of_bytes_that_fit_their_shape() {
+        let source = DummySource::new(RELEASED, Some(5), true).unwrap();
+        let name = |expert| format!("model.language_model.layers.4.mlp.experts.{expert}.up_proj.weight_scale");
+        let (a, b) = (source.tensor(&name(0)).unwrap(), source.tensor(&name(7)).unwrap());
+        assert_eq!(
+            (a.bytes.as_slice().as_ptr(), a.elements() * 2),
+            (b.bytes.as_slice().as_ptr(), a.bytes.as_slice().len())
+        );
+    }
+}

@@ -1,0 +1,268 @@
+//! How long a step takes: a model with random weights, steps of one shape again and again.
+//!
+//! One prompt of the wanted length is computed; all sequences then go on behind it, each in a slot of its own, sharing the
+//! prompt's pages. What a step must read is counted from the inventory: all weights once, of the routed experts those that the
+//! step's rows can be expected to choose, and each sequence's state.
+
+use std::time::Instant;
+
+use glimmer_checkpoint::inventory::Group;
+use glimmer_model::{Limits, Model, Options};
+use glimmer_tensor::{Backend, PAGE_TOKENS, Segment, Step};
+use serde::Serialize;
+
+use crate::dummy::DummySource;
+use crate::error::BenchError;
+
+/// What is measured.
+#[derive(Clone, Debug)]
+pub struct StepPlan {
+    /// Numbers of sequences of the decoding steps.
+    pub sequences: Vec<usize>,
+    /// Rows of a sequence: one and its drafts.
+    pub rows: usize,
+    /// Tokens before them.
+    pub context: usize,
+    /// Rows of a chunk of a prompt; none is measured at 0.
+    pub prefill: usize,
+    /// Steps of each kind.
+    pub repeats: usize,
+}
+
+/// A measured step.
+#[derive(Clone, Debug, Serialize)]
+pub struct StepRow {
+    /// Sequences; 1 for a chunk of a prompt.
+    pub sequences: usize,
+    /// Rows.
+    pub rows: usize,
+    /// Microseconds from the call until a result is there: the median and the 10th and 90th percentile.
+    pub alone: [f64; 3],
+    /// Microseconds a step when many follow each other without waiting.
+    pub chained: f64,
+    /// Launches of a step.
+    pub launches: u64,
+    /// Bytes that the step must read.
+    pub bytes: f64,
+    /// Multiplications and additions of its products with weights.
+    pub flops: f64,
+}
+
+/// The model with what is counted of it.
+#[derive(Debug)]
+pub struct StepBench<B: Backend> {
+    model: Model<B>,
+    plan: StepPlan,
+    /// Bytes and elements of weights that every row uses.
+    dense: (f64, f64),
+    /// Bytes and elements of all routed experts.
+    routed: (f64, f64),
+    top: usize,
+    experts: usize,
+    slot_bytes: f64,
+    /// Bytes uploaded, and how long loading took.
+    pub loaded: (u64, f64),
+}
+
+impl<B: Backend> StepBench<B> {
+    /// Loads a model for the plan.
+    ///
+    /// # Errors
+    /// Errors of the backend.
+    pub fn load(backend: B, source: &DummySource, plan: StepPlan) -> Result<Self, BenchError> {
+        let failed = |error| BenchError::model("loading", error);
+        let text = &glimmer_model::weights::Source::config(source).text;
+        let most = plan.sequences.iter().copied().max().unwrap_or(1);
+        let shared = plan.context.max(plan.prefill).div_ceil(PAGE_TOKENS);
+        let own = 2 + plan.rows.div_ceil(PAGE_TOKENS);
+        let max_rows = (most * plan.rows).max(plan.prefill).max(plan.context.min(CHUNK));
+        let limits = Limits {
+            max_rows,
+            max_logits: (most * plan.rows).max(1),
+            slots: most,
+            pages: shared + most * own,
+            max_draft: plan.rows.saturating_sub(1),
+            features: 1,
+        };
+        let sum = |groups: &[Group]| {
+            let specs = source.inventory().tensors().iter().filter(|spec| groups.contains(&spec.group));
+            let pieces = specs.map(|spec| {
+                let codes = if spec.name.ends_with("weight_packed") { 8.0 } else { 1.0 };
+                (spec.bytes() as f64, codes * spec.elements() as f64)
+            });
+            pieces.fold((0.0, 0.0), |(b, e), (bytes, elements)| (b + bytes, e + elements))
+        };
+        let head = 2.0 * (text.vocab_size * text.hidden_size) as f64;
+        let (bytes, elements) = sum(&[Group::Layer, Group::Mhc, Group::Kda, Group::Dsa, Group::DenseMlp, Group::Moe]);
+        let began = Instant::now();
+        let options = Options { draft_layer: false, ..Options::default() };
+        let mut model = Model::load(backend, source, limits, options).map_err(failed)?;
+        let routed = sum(&[Group::MoeRouted]);
+        let total = (bytes + 2.0 * head + routed.0) as u64;
+        // The first step waits for everything that loading left to the device.
+        model.forward(&decode(1, 1, 0, shared, own), &mut ()).map_err(failed)?;
+        wait(&model)?;
+        let kda = text.kda_layers().count() * text.kda.num_heads * text.kda.head_dim * text.kda.head_dim;
+        Ok(Self {
+            model,
+            plan,
+            dense: (bytes + head, elements + head / 2.0),
+            routed,
+            top: text.moe.experts_per_token,
+            experts: text.moe.num_experts,
+            slot_bytes: 8.0 * kda as f64,
+            loaded: (total, began.elapsed().as_secs_f64()),
+        })
+    }
+
+    /// The backend.
+    pub fn backend(&self) -> &B {
+        self.model.backend()
+    }
+
+    /// Measures all steps, reporting each as it is done; `launches` reads a count of all launches so far.
+    ///
+    /// # Errors
+    /// Errors of the backend.
+    pub fn run(
+        &mut self,
+        launches: &dyn Fn(&B) -> u64,
+        report: &mut dyn FnMut(&StepRow),
+    ) -> Result<Vec<StepRow>, BenchError> {
+        let (context, rows) = (self.plan.context, self.plan.rows);
+        let shared = context.max(self.plan.prefill).div_ceil(PAGE_TOKENS);
+        let own = 2 + rows.div_ceil(PAGE_TOKENS);
+        let mut measured = Vec::new();
+        if self.plan.prefill > 0 {
+            let step = chunk(0, self.plan.prefill);
+            measured.push(self.measure(1, &step, launches, self.plan.repeats.div_ceil(4))?);
+            report(&measured[0]);
+        }
+        for first in (0..context).step_by(CHUNK) {
+            self.forward(&chunk(first, CHUNK.min(context - first)))?;
+        }
+        for sequences in self.plan.sequences.clone() {
+            for slot in 1..sequences {
+                self.model.copy_slot(0, slot as u32).map_err(|error| BenchError::model("copying", error))?;
+            }
+            let step = decode(sequences, rows, context, shared, own);
+            let row = self.measure(sequences, &step, launches, self.plan.repeats)?;
+            report(&row);
+            measured.push(row);
+        }
+        Ok(measured)
+    }
+
+    fn forward(&mut self, step: &Step) -> Result<(), BenchError> {
+        self.model.forward(step, &mut ()).map_err(|error| BenchError::model("a step", error))
+    }
+
+    fn measure(
+        &mut self,
+        sequences: usize,
+        step: &Step,
+        launches: &dyn Fn(&B) -> u64,
+        repeats: usize,
+    ) -> Result<StepRow, BenchError> {
+        // Scratch grows and kernels load in the first.
+        for _ in 0..3 {
+            self.forward(step)?;
+        }
+        wait(&self.model)?;
+        let before = launches(self.backend());
+        self.forward(step)?;
+        let count = launches(self.backend()) - before;
+        wait(&self.model)?;
+        let mut times: Vec<f64> = Vec::with_capacity(repeats);
+        for _ in 0..repeats {
+            let began = Instant::now();
+            self.forward(step)?;
+            wait(&self.model)?;
+            times.push(began.elapsed().as_secs_f64() * 1e6);
+        }
+        times.sort_by(f64::total_cmp);
+        let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
+        let began = Instant::now();
+        for _ in 0..repeats {
+            self.forward(step)?;
+        }
+        wait(&self.model)?;
+        let chained = began.elapsed().as_secs_f64() * 1e6 / repeats as f64;
+        let rows = step.rows();
+        let missed = (1.0 - self.top as f64 / self.experts.max(1) as f64).powi(i32::try_from(rows).unwrap_or(i32::MAX));
+        let logits = step.logits.len();
+        let head = 2.0 * (self.model.config().vocab_size * self.model.config().hidden_size) as f64;
+        let rest = self.dense.1 - head / 2.0;
+        let routed = self.routed.1 * self.top as f64 / self.experts.max(1) as f64;
+        Ok(StepRow {
+            sequences,
+            rows,
+            alone: [at(0.5), at(0.1), at(0.9)],
+            chained,
+            launches: count,
+            bytes: self.dense.0 + self.routed.0 * (1.0 - missed) + self.slot_bytes * sequences as f64,
+            flops: 2.0 * (rows as f64 * (rest + routed) + logits as f64 * head / 2.0),
+        })
+    }
+}
+
+/// Rows of a chunk by which the prompt before the decoding steps is computed.
+const CHUNK: usize = 2048;
+
+fn narrow(n: usize) -> u32 {
+    u32::try_from(n).unwrap_or(u32::MAX)
+}
+
+fn token(i: usize) -> u32 {
+    narrow(1 + i * 7919 % 2039)
+}
+
+/// Waits until everything has been computed.
+fn wait<B: Backend>(model: &Model<B>) -> Result<(), BenchError> {
+    let mut row = vec![0.0; model.config().hidden_size];
+    model.hidden(0, &mut row).map_err(|error| BenchError::model("a step", error))?;
+    if row.iter().all(|v| v.is_finite()) {
+        return Ok(());
+    }
+    Err(BenchError::model("a step", "the hidden state is not finite: what was measured is no model's work"))
+}
+
+/// A chunk of slot 0's prompt.
+fn chunk(first: usize, rows: usize) -> Step {
+    let pages: Vec<u32> = (0..narrow((first + rows).div_ceil(PAGE_TOKENS))).collect();
+    let segment = Segment {
+        slot: 0,
+        position: narrow(first),
+        rows: narrow(rows),
+        fold: 0,
+        commit: narrow(rows),
+        first_page: 0,
+        pages: narrow(pages.len()),
+    };
+    let tokens = (first..first + rows).map(token).collect();
+    Step { tokens, segments: vec![segment], pages, logits: vec![narrow(rows) - 1], features: Vec::new() }
+}
+
+/// A step of `sequences` sequences behind the prompt, whose whole pages they share.
+fn decode(sequences: usize, rows: usize, context: usize, shared: usize, own: usize) -> Step {
+    let mut step = Step::default();
+    let whole = context / PAGE_TOKENS;
+    for sequence in 0..sequences {
+        let first_page = narrow(step.pages.len());
+        step.pages.extend((0..whole).map(narrow));
+        let needed = (context + rows).div_ceil(PAGE_TOKENS) - whole;
+        step.pages.extend((0..needed).map(|page| narrow(shared + sequence * own + page)));
+        step.segments.push(Segment {
+            slot: narrow(sequence),
+            position: narrow(context),
+            rows: narrow(rows),
+            fold: 0,
+            commit: 1,
+            first_page,
+            pages: narrow(whole + needed),
+        });
+        step.tokens.extend((0..rows).map(|row| token(context + sequence * rows + row)));
+    }
+    step.logits = (0..narrow(step.tokens.len())).collect();
+    step
+}

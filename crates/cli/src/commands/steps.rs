@@ -1,0 +1,106 @@
+//! `glimmer bench step`: how long a step takes, against what it must read and compute.
+
+use std::{io::Write as _, process::ExitCode};
+
+use glimmer_bench::{
+    dummy::DummySource,
+    steps::{StepBench, StepPlan, StepRow},
+};
+use glimmer_tensor::{Backend, Cpu};
+use serde_json::json;
+
+use crate::{
+    args::BenchStepArgs,
+    device::{Place, on_device},
+    open,
+    output::OutputFile,
+};
+
+/// What only some backends know of themselves.
+trait Insight {
+    /// Launches so far.
+    fn launches(&self) -> u64 {
+        0
+    }
+
+    /// Bytes a second that it reads from memory, and operations a second, measured now.
+    fn ceilings(&mut self) -> anyhow::Result<Option<(f64, f64)>> {
+        Ok(None)
+    }
+}
+
+impl Insight for Cpu {}
+
+#[cfg(feature = "cuda")]
+impl Insight for glimmer_cuda::Cuda {
+    fn launches(&self) -> u64 {
+        self.kernels().launches() as u64
+    }
+
+    fn ceilings(&mut self) -> anyhow::Result<Option<(f64, f64)>> {
+        let read = glimmer_cuda::bench::read_rate(self)?;
+        let compute = glimmer_cuda::bench::tensor_rate(self)?;
+        Ok(Some((read.gigabytes() * 1e9, compute.teraflops() * 1e12)))
+    }
+}
+
+/// Measures steps of a model with random weights.
+pub(crate) fn run(args: &BenchStepArgs, threads: usize) -> anyhow::Result<ExitCode> {
+    let file = OutputFile::prepare_optional(args.json.as_deref())?;
+    let place = Place::of(&args.device)?;
+    let name = place.name(threads);
+    let source = DummySource::new(&open::text(&args.config)?, args.layers.map(usize::from), !args.bf16)?;
+    let rows = on_device!(place, open => measure(args, &name, &source, &|| open(threads))?);
+    if let Some(file) = file {
+        file.finish_json(&json!({"device": name, "rows": rows}))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn measure<B: Backend + Insight>(
+    args: &BenchStepArgs,
+    name: &str,
+    source: &DummySource,
+    open: &dyn Fn() -> anyhow::Result<B>,
+) -> anyhow::Result<Vec<StepRow>> {
+    let ceilings = open()?.ceilings()?;
+    let plan = StepPlan {
+        sequences: args.sequences.iter().map(|&n| usize::from(n)).collect(),
+        rows: usize::from(args.rows),
+        context: args.context as usize,
+        prefill: args.prefill as usize,
+        repeats: usize::from(args.repeats),
+    };
+    let mut out = anstream::stdout().lock();
+    let mut bench = StepBench::load(open()?, source, plan)?;
+    let (bytes, seconds) = bench.loaded;
+    let layers = source.layers();
+    writeln!(
+        out,
+        "{name}, {layers} layers of {}, {:.1} GB loaded in {seconds:.1} s ({:.1} GB/s), context {}",
+        args.config.display(),
+        bytes as f64 / 1e9,
+        bytes as f64 / 1e9 / seconds,
+        args.context
+    )?;
+    if let Some((read, compute)) = ceilings {
+        writeln!(out, "ceilings: read {:.0} GB/s, products {:.0} TFLOP/s", read / 1e9, compute / 1e12)?;
+    }
+    writeln!(out, "sequences   rows  launches  us a step (10th .. 90th)       chained us  of the limit")?;
+    let rows = bench.run(&B::launches, &mut |row| {
+        let share = ceilings.map_or_else(
+            || "-".to_owned(),
+            |(read, compute)| {
+                let limit = (row.bytes / read).max(row.flops / compute) * 1e6;
+                format!("{:.1} %", 100.0 * limit / row.chained)
+            },
+        );
+        let line = format!(
+            "{:>9} {:>6} {:>9}  {:>9.0} ({:.0} .. {:.0}) {:>16.0}  {share:>8}",
+            row.sequences, row.rows, row.launches, row.alone[0], row.alone[1], row.alone[2], row.chained
+        );
+        // A line that cannot be written is reported by the next one.
+        let _later = writeln!(out, "{line}").and_then(|()| out.flush());
+    })?;
+    Ok(rows)
+}
