@@ -158,7 +158,11 @@ pub fn load<B: Backend + 'static>(
     let record = config.record_steps.clone();
     let backend = open().map_err(LoadError::Device)?;
     let load = move || {
+        let began = std::time::Instant::now();
         let mut generator = Generator::load(backend, &checkpoint, &settings)?;
+        let seconds = began.elapsed().as_secs_f64();
+        let gigabytes = stored_bytes(&checkpoint) as f64 / 1e9;
+        tracing::info!("Loaded {gigabytes:.3} GB in {seconds:.2} s ({:.1} GB/s)", gigabytes / seconds);
         if let Some(file) = record {
             generator.record(Path::new(&file))?;
         }
@@ -227,8 +231,7 @@ fn sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize, memory: Me
                 page: CpuCache::page_bytes(&shape) as u64,
                 page_tokens: PAGE_TOKENS as u64,
             };
-            let weights: u64 =
-                checkpoint.files().filter_map(|name| checkpoint.file(name)).map(|f| f.as_slice().len() as u64).sum();
+            let weights = stored_bytes(checkpoint);
             spend(cpu_budget(config.cache_bytes, config.memory_share_given, weights, host_memory())?, unit, &wish)?
         }
         Memory::Device { free, total } => {
@@ -245,6 +248,11 @@ fn sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize, memory: Me
         }
     }
     Ok(sizes)
+}
+
+/// Bytes of the checkpoint's files.
+fn stored_bytes(checkpoint: &Checkpoint) -> u64 {
+    checkpoint.files().filter_map(|name| checkpoint.file(name)).map(|f| f.as_slice().len() as u64).sum()
 }
 
 /// Bytes beyond which a cache gains nothing: every sequence at its full length, and as much again that is kept for later.
