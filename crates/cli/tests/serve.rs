@@ -212,6 +212,11 @@ fn steps_are_recorded_and_prefixes_reused() {
     assert!(cold.contains("\"cached_tokens\":0"), "{cold}");
     assert!(warm.contains("\"cached_tokens\":") && !warm.contains("\"cached_tokens\":0"), "{warm}");
     assert_eq!(text_of(&cold), text_of(&warm));
+    let shaped = r#"{"messages": [{"role": "user", "content": "A city?"}], "max_tokens": 60, "temperature": 0, "response_format":
+        {"type": "json_schema", "json_schema": {"name": "city", "schema": {"type": "object", "properties": {"city": {"enum":
+        ["Paris", "Rome"]}}, "required": ["city"], "additionalProperties": false}}}, "thinking_token_budget": 4}"#;
+    let shaped = server.post("/v1/chat/completions", shaped);
+    assert!(shaped.contains("\\\"city\\\""), "{shaped}");
     let metrics = server.try_send("GET", "/metrics", "").unwrap();
     let value = |name: &str| {
         let line = metrics.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("{name} in {metrics}"));
@@ -224,6 +229,11 @@ fn steps_are_recorded_and_prefixes_reused() {
     let recorded = std::fs::read_to_string(&file).unwrap();
     let lines: Vec<serde_json::Value> = recorded.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert!(lines.len() > 8, "{recorded}");
+    // The log says what shape the answer had to have, so the run can be repeated.
+    let replayed = Command::new(env!("CARGO_BIN_EXE_glimmer")).args(["replay", &name]).output().unwrap();
+    let said = String::from_utf8_lossy(&replayed.stdout);
+    assert!(replayed.status.success() && said.contains("all as recorded"), "{said} {replayed:?}");
+    assert!(recorded.contains("Paris"), "{recorded}");
 }
 
 /// `glimmer bench` against a port.
