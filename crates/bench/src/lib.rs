@@ -23,6 +23,8 @@ mod panel;
 mod panel_scorer;
 pub mod parity;
 mod pictures;
+mod prefix_cost;
+mod public;
 mod report;
 pub mod serve;
 pub mod soak;
@@ -44,5 +46,7 @@ pub use local::{Completer, Completion, CompletionSink, LocalAnswerer, ModelText,
 pub use panel::{Document, read_documents};
 pub use panel_scorer::PanelScorer;
 pub use pictures::{PictureEncoder, PictureReader};
+pub use prefix_cost::{PrefixCost, PrefixCostPlan, Ratios, prefix_cost};
+pub use public::read_questions;
 pub use report::{acceptance_table, divergence_table, plain_table, task_table};
 pub use tasks::{Call, Grader, Item, Task, body, grade, read_task};

@@ -26,6 +26,12 @@ pub enum Grader {
     Json,
     /// The calls, in order, have the expected names and arguments; values that are not strings compare by their JSON text.
     Tool,
+    /// The integer inside the last `\boxed{}`, else the last number of the body, equals the expected one. Separators of
+    /// thousands and a fraction of zeros do not count.
+    Boxed,
+    /// The letter inside the last `\boxed{}`, else the last single capital letter of the body's last line, is the expected
+    /// one.
+    Choice,
 }
 
 /// A tool call as the grader sees it.
@@ -114,7 +120,8 @@ fn read_item(line: &str) -> Result<(String, Item), String> {
 /// An expectation that no answer could meet would silently score zero.
 fn check_answer(grader: Grader, answer: &Value) -> Result<(), String> {
     let fits = match grader {
-        Grader::Number => expected_number(answer).is_some(),
+        Grader::Number | Grader::Boxed => expected_number(answer).is_some(),
+        Grader::Choice => answer.as_str().and_then(single_letter).is_some(),
         Grader::Text | Grader::Contains => answer.is_string(),
         Grader::Json => true,
         Grader::Tool => expected_calls(answer).is_some(),
@@ -140,11 +147,73 @@ pub fn grade(item: &Item, body: &str, calls: &[Call]) -> bool {
         Grader::Contains => item.answer.as_str().is_some_and(|answer| body.contains(answer)),
         Grader::Json => serde_json::from_str(body).is_ok_and(|found: Value| json_equal(&found, &item.answer)),
         Grader::Tool => expected_calls(&item.answer).is_some_and(|expected| calls_equal(&expected, calls)),
+        Grader::Boxed => {
+            let expected = expected_number(&item.answer);
+            expected.is_some() && last_result(boxed(body).unwrap_or(body)) == expected
+        }
+        Grader::Choice => {
+            let expected = item.answer.as_str().and_then(single_letter);
+            expected.is_some() && chosen(body) == expected
+        }
     }
 }
 
+/// What stands inside the last `\boxed{}`, braces inside it in pairs.
+fn boxed(body: &str) -> Option<&str> {
+    const OPENING: &str = "\\boxed{";
+    let inside = &body[body.rfind(OPENING)? + OPENING.len()..];
+    let mut open = 1;
+    let end = inside.char_indices().find(|(_, c)| {
+        open += match c {
+            '{' => 1,
+            '}' => -1,
+            _ => 0,
+        };
+        open == 0
+    })?;
+    Some(&inside[..end.0])
+}
+
+/// The last number of a text, if it is an integer, without separators.
+fn last_result(text: &str) -> Option<String> {
+    let bytes = text.as_bytes();
+    let digit = |at: usize| bytes.get(at).is_some_and(u8::is_ascii_digit);
+    let end = text.rfind(|c: char| c.is_ascii_digit())? + 1;
+    let mut start = end - 1;
+    // A number goes on over single commas and points between digits.
+    while start > 0 && (digit(start - 1) || (matches!(bytes[start - 1], b',' | b'.') && start > 1 && digit(start - 2)))
+    {
+        start -= 1;
+    }
+    let (whole, fraction) = text[start..end].split_once('.').unwrap_or((&text[start..end], ""));
+    let mut groups = whole.split(',');
+    let first = groups.next().unwrap_or_default();
+    let whole = match groups.clone().all(|group| group.len() == 3) && first.len() <= 3 {
+        true => whole.replace(',', ""),
+        // No separators but a list: its last entry.
+        false => whole.rsplit(',').next().unwrap_or_default().to_owned(),
+    };
+    let negative = text[..start].ends_with('-') && !text[..start - 1].ends_with(|c: char| c.is_alphanumeric());
+    let integer = fraction.bytes().all(|digit| digit == b'0');
+    canonical(&format!("{}{whole}", if negative { "-" } else { "" })).filter(|_| integer)
+}
+
+/// A text that is one capital letter, brackets and the like around it aside.
+fn single_letter(text: &str) -> Option<char> {
+    let mut letters = text.trim().strip_prefix("\\text").unwrap_or(text).chars().filter(|c| c.is_alphanumeric());
+    letters.next().filter(|letter| letter.is_ascii_uppercase() && letters.next().is_none())
+}
+
+fn chosen(body: &str) -> Option<char> {
+    if let Some(inside) = boxed(body) {
+        return single_letter(inside);
+    }
+    let line = body.lines().rfind(|line| !line.trim().is_empty())?;
+    line.split(|c: char| !c.is_alphanumeric()).filter_map(single_letter).next_back()
+}
+
 /// An integer of any length in one spelling: no leading zeros, no minus zero.
-fn canonical(text: &str) -> Option<String> {
+pub(crate) fn canonical(text: &str) -> Option<String> {
     let (sign, digits) = text.strip_prefix('-').map_or(("", text), |digits| ("-", digits));
     if digits.is_empty() || !digits.bytes().all(|byte| byte.is_ascii_digit()) {
         return None;
@@ -250,6 +319,44 @@ mod tests {
             (json!(13), "132"),
         ] {
             assert!(!graded(Grader::Number, answer.clone(), body), "{answer} in {body:?}");
+        }
+    }
+
+    #[test]
+    fn boxed_takes_the_box_and_else_the_last_number() {
+        for (answer, body) in [
+            (json!(18), "so 9 * 2 = 18"),
+            (json!(18), "She makes $18.00."),
+            (json!("1234"), "1,234 dollars"),
+            (json!(1_234_567), "it is 1,234,567"),
+            (json!(3), "the roots are 1,2,3"),
+            (json!(204), "\\boxed{7} no, \\boxed{\\text{204} minutes}, of 60"),
+            (json!(-5), "\\boxed{-5}"),
+            (json!(5), "3-5"),
+            (json!(42), "\\boxed{42"),
+        ] {
+            assert!(graded(Grader::Boxed, answer.clone(), body), "{answer} in {body:?}");
+        }
+        for (answer, body) in [
+            (json!(18), "18.5"),
+            (json!(18), "\\boxed{x} = 18"),
+            (json!(0), "none"),
+            (json!(5), "\\boxed{}5"),
+            (json!(-5), "3-5"),
+        ] {
+            assert!(!graded(Grader::Boxed, answer.clone(), body), "{answer} in {body:?}");
+        }
+    }
+
+    #[test]
+    fn choice_takes_the_box_and_else_a_letter_of_the_last_line() {
+        for body in
+            ["\\boxed{B}", "A or C?\n\\boxed{\\text{(B)}} A", "A is wrong.\nThe answer is (B).\n", "**B**", "B) blue"]
+        {
+            assert!(graded(Grader::Choice, json!("B"), body), "{body:?}");
+        }
+        for body in ["B\nno, it is C", "\\boxed{AB}", "b", "", "\\boxed{} B", "Both"] {
+            assert!(!graded(Grader::Choice, json!("B"), body), "{body:?}");
         }
     }
 

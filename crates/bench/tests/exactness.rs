@@ -2,9 +2,9 @@
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use glimmer_bench::{
-    ModelText, PictureReader, Task,
+    ModelText, PictureReader, PrefixCostPlan, Task,
     exactness::{Base, Case, CaseKind, Cell, Comparison, agents, cases, matrix},
-    read_documents, read_task,
+    prefix_cost, read_documents, read_task,
 };
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::Settings;
@@ -86,4 +86,28 @@ fn agents_compute_what_is_new_and_at_most_a_page() {
     all_hold(std::slice::from_ref(&comparison));
     // Ten turns of the user, and those of the tools.
     assert!(comparison.answers > 10 && comparison.accepted_drafts > 0, "{comparison:?}");
+}
+
+#[test]
+fn the_cost_of_the_cache_is_measured_where_nothing_hits() {
+    let checkpoint = checkpoint();
+    let text = ModelText::read(&checkpoint).unwrap();
+    let settings = Settings { rows: 64, pages: Some(6), ..base(&text, 512).settings };
+    let plan = PrefixCostPlan { sequences: 2, prompt_tokens: 130, tokens: 4, depth: 1, rounds: 3 };
+    let mut reading = 0.0;
+    // A clock that advances by one between two readings: every engine takes equally long.
+    let mut clock = || {
+        reading += 1.0;
+        reading
+    };
+    let mut rounds = Vec::new();
+    let mut backend = || Ok(Cpu::new(1));
+    let cost = prefix_cost(&mut backend, &checkpoint, &settings, &plan, &mut clock, &mut |round| rounds.push(round));
+    let cost = cost.unwrap();
+    assert_eq!(rounds, [1, 2, 3, 4, 5, 6], "three rounds to warm up, three that count");
+    assert_eq!(cost.looked_up, 6 * 2 * 129);
+    assert!(cost.pages >= 4, "the full pages of the last two prompts are there: {cost:?}");
+    for ratios in [cost.cache, cost.control] {
+        assert!((ratios.median - 1.0).abs() < 1e-12 && (ratios.upper - ratios.lower).abs() < 1e-12, "{ratios:?}");
+    }
 }

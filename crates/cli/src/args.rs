@@ -492,6 +492,8 @@ pub(crate) enum BenchCommand {
     Grid(Box<BenchGridArgs>),
     /// Whether answers depend on prefix cache, drafts, chunks, company or preemption (they must not)
     Exactness(BenchExactnessArgs),
+    /// What the prefix cache costs when nothing hits, against an engine without it in the same run
+    PrefixCost(BenchPrefixCostArgs),
     /// Greedy answers on a GPU against the CPU's: equal, or a near tie where they part; exit code 1 otherwise
     Parity(BenchParityArgs),
     /// Many clients against a server for a long time, some of them badly behaved: does anything break or stay behind?
@@ -636,6 +638,33 @@ pub(crate) struct BenchModelArgs {
     #[arg(long, default_value_t = 0, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
     pub(crate) draft_depth: u32,
     /// Write the results as JSON
+    #[arg(long, value_name = "FILE")]
+    pub(crate) json: Option<PathBuf>,
+    #[command(flatten)]
+    pub(crate) device: DeviceArgs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchPrefixCostArgs {
+    /// Model directory (default: the embedded model)
+    #[arg(long, short, value_name = "DIR")]
+    pub(crate) model: Option<PathBuf>,
+    /// Prompts at once
+    #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub(crate) sequences: u32,
+    /// Tokens of each prompt
+    #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) prompt_tokens: u32,
+    /// Tokens generated a sequence
+    #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub(crate) tokens: u32,
+    /// Tokens drafted a step
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
+    pub(crate) draft_depth: u32,
+    /// Rounds: in each, the same prompts with the cache and without
+    #[arg(long, default_value_t = 100, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pub(crate) rounds: u32,
+    /// Write the result as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
     #[command(flatten)]

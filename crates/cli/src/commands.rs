@@ -15,6 +15,7 @@ pub(crate) mod local_server;
 pub(crate) mod mend;
 pub(crate) mod parity;
 pub(crate) mod plan;
+pub(crate) mod prefix_cost;
 pub(crate) mod quantize;
 pub(crate) mod replay;
 pub(crate) mod serve;

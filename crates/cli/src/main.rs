@@ -55,6 +55,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(BenchCommand::Gptq(args)) => commands::bench::gptq(&args, threads),
         Command::Bench(BenchCommand::Serve(args)) => commands::bench_serve::run(&args),
         Command::Bench(BenchCommand::Grid(args)) => commands::bench_grid::run(&args, cli.threads),
+        Command::Bench(BenchCommand::PrefixCost(args)) => commands::prefix_cost::run(&args, threads),
         Command::Bench(BenchCommand::Exactness(args)) => commands::exactness::run(&args, threads),
         Command::Bench(BenchCommand::Step(args)) => commands::steps::run(&args, threads),
         Command::Bench(BenchCommand::Parity(args)) => commands::parity::run(&args, threads),
