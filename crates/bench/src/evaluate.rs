@@ -170,7 +170,7 @@ impl Outcome {
 }
 
 /// The modes of a task that have items.
-fn runs<'t>(task: &'t Task, options: &EvalOptions) -> Vec<(&'t Task, bool, Vec<&'t Item>)> {
+pub(crate) fn runs<'t>(task: &'t Task, options: &EvalOptions) -> Vec<(&'t Task, bool, Vec<&'t Item>)> {
     let limit = options.limit.unwrap_or(usize::MAX);
     let modes = [(options.thinking_on, true), (options.thinking_off, false)];
     let wanted = modes.into_iter().filter(|(wanted, _)| *wanted);

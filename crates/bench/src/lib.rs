@@ -25,6 +25,7 @@ pub mod parity;
 mod pictures;
 mod prefix_cost;
 mod public;
+mod remote;
 mod report;
 pub mod serve;
 pub mod soak;
@@ -48,5 +49,8 @@ pub use panel_scorer::PanelScorer;
 pub use pictures::{PictureEncoder, PictureReader};
 pub use prefix_cost::{PrefixCost, PrefixCostPlan, Ratios, prefix_cost};
 pub use public::read_questions;
+pub use remote::{
+    Entry, PassResult, RemoteOptions, RemoteReply, RemoteResult, evaluate_remote, questions_digest, remote_table,
+};
 pub use report::{acceptance_table, divergence_table, plain_table, task_table};
 pub use tasks::{Call, Grader, Item, Task, body, grade, read_task};

@@ -96,7 +96,7 @@ fn on_off(thinking: bool) -> &'static str {
 const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('\u{2500}').junction('\u{2500}'));
 
 /// A table whose first `words` columns are text and the others numbers.
-fn table(header: &[String], rows: &[Vec<String>], words: usize) -> String {
+pub(crate) fn table(header: &[String], rows: &[Vec<String>], words: usize) -> String {
     let mut table = Table::new();
     table.load_style(STYLE);
     let align = |(index, text): (usize, &String)| {

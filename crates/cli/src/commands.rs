@@ -8,6 +8,7 @@ pub(crate) mod demo;
 pub(crate) mod dequantize;
 pub(crate) mod doctor;
 pub(crate) mod eval;
+pub(crate) mod eval_url;
 pub(crate) mod exactness;
 pub(crate) mod generate;
 pub(crate) mod inspect;

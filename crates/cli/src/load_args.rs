@@ -317,7 +317,8 @@ pub(crate) struct OutputArgs {
     pub(crate) request_id_prefix: Option<String>,
 }
 
-fn pair(text: &str) -> Result<(String, String), String> {
+/// A header or label as `KEY=VALUE`.
+pub(crate) fn pair(text: &str) -> Result<(String, String), String> {
     let (key, value) = text.split_once('=').ok_or("expected KEY=VALUE")?;
     Ok((key.trim().to_owned(), value.trim().to_owned()))
 }

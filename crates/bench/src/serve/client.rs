@@ -293,6 +293,12 @@ impl Answer<'_> {
         self.response.headers().get(CONTENT_TYPE).and_then(|value| value.to_str().ok()).unwrap_or_default()
     }
 
+    /// A header of the answer.
+    #[must_use]
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.response.headers().get(name)?.to_str().ok()
+    }
+
     /// The next bytes; `None` at the end.
     ///
     /// # Errors

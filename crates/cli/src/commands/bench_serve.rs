@@ -296,7 +296,8 @@ fn redacted(flags: &[String]) -> Vec<String> {
     flags.iter().map(&mut hide).collect()
 }
 
-fn headers(given: &[(String, String)]) -> anyhow::Result<HeaderMap> {
+/// Headers of every request: the key of the environment, if any, and those that were given.
+pub(crate) fn headers(given: &[(String, String)]) -> anyhow::Result<HeaderMap> {
     let mut headers = HeaderMap::new();
     if let Ok(key) = std::env::var("OPENAI_API_KEY") {
         let value = HeaderValue::from_str(&format!("Bearer {key}"));

@@ -5,7 +5,7 @@ use std::{io::Write as _, path::Path, process::ExitCode};
 use anyhow::bail;
 use glimmer_bench::{
     Acceptance, Document, EngineCompleter, EvalOptions, LocalAnswerer, ModelText, PanelScorer, PictureReader, Task,
-    acceptance_table, divergence, divergence_table, evaluate, read_documents, read_task, task_table,
+    acceptance_table, divergence, divergence_table, evaluate, read_documents, read_questions, read_task, task_table,
 };
 use glimmer_checkpoint::Checkpoint;
 use glimmer_engine::Settings;
@@ -24,6 +24,8 @@ use crate::{
 const CONTEXT_TOKENS: usize = 1 << 14;
 /// Rows a step.
 const ROWS: usize = 256;
+/// New tokens an item on this machine, unless told otherwise.
+const MAX_TOKENS: u32 = 192;
 
 /// Evaluates a model.
 pub(crate) fn run(args: &EvalArgs, threads: usize) -> anyhow::Result<ExitCode> {
@@ -32,6 +34,9 @@ pub(crate) fn run(args: &EvalArgs, threads: usize) -> anyhow::Result<ExitCode> {
     }
     if args.limit == Some(0) {
         bail!("--limit 0: nothing would be measured; give at least 1, or leave it out for all");
+    }
+    if let Some(url) = &args.url {
+        return super::eval_url::run(args, url, &questions(args)?, &options(args));
     }
     let json = OutputFile::prepare_optional(args.json.as_deref())?;
     let checkpoint = open::model(args.model.as_deref())?;
@@ -56,7 +61,7 @@ fn tasks<B: Backend>(
     text: &ModelText,
     open: &dyn Fn() -> anyhow::Result<B>,
 ) -> anyhow::Result<Value> {
-    let tasks = read_tasks(&args.task)?;
+    let tasks = questions(args)?;
     let has_draft_layer = checkpoint.config().text.mtp_layer().is_some();
     if args.acceptance && (args.draft_depth == 0 || !has_draft_layer) {
         bail!("--acceptance needs a model with a draft layer and a --draft-depth of at least 1");
@@ -75,12 +80,7 @@ fn tasks<B: Backend>(
         state_checkpoints: 8,
         ..Settings::default()
     };
-    let options = EvalOptions {
-        thinking_on: args.thinking != Thinking::Off,
-        thinking_off: args.thinking != Thinking::On,
-        limit: args.limit,
-        max_tokens: args.max_tokens as usize,
-    };
+    let options = options(args);
     let bar = progress::bar(0, "answering");
     let (mut results, mut sets) = (Vec::new(), Vec::new());
     for task in &tasks {
@@ -131,6 +131,31 @@ fn panel<B: Backend>(
     bar.finish_and_clear();
     writeln!(anstream::stdout(), "{}", divergence_table(&[(checkpoint.location(), &result)]))?;
     Ok(json!({"model": checkpoint.location(), "reference": reference.location(), "divergence": result}))
+}
+
+/// What to ask, and how.
+fn options(args: &EvalArgs) -> EvalOptions {
+    EvalOptions {
+        thinking_on: args.thinking != Thinking::Off,
+        thinking_off: args.thinking != Thinking::On,
+        limit: args.limit,
+        max_tokens: args.max_tokens.unwrap_or(MAX_TOKENS) as usize,
+    }
+}
+
+/// The tasks and question sets that the arguments name.
+fn questions(args: &EvalArgs) -> anyhow::Result<Vec<Task>> {
+    let mut tasks = match args.task.is_empty() && !args.data.is_empty() {
+        true => Vec::new(),
+        false => read_tasks(&args.task)?,
+    };
+    for file in &args.data {
+        let mut task = read_questions(&file.display().to_string(), &open::text(file)?)?;
+        // Such sets are asked with reasoning, unless that is ruled out.
+        task.items.iter_mut().for_each(|item| item.direct |= args.thinking == Thinking::Off);
+        tasks.push(task);
+    }
+    Ok(tasks)
 }
 
 fn read_tasks(names: &[String]) -> anyhow::Result<Vec<Task>> {
