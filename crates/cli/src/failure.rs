@@ -25,9 +25,11 @@ pub(crate) fn warn(warnings: &[String]) {
 
 /// Whether the reader of our output went away (`glimmer inspect | head`): not an error.
 pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    error
-        .chain()
-        .any(|cause| cause.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == std::io::ErrorKind::BrokenPipe))
+    let broken = std::io::ErrorKind::BrokenPipe;
+    error.chain().any(|cause| {
+        cause.downcast_ref::<std::io::Error>().is_some_and(|e| e.kind() == broken)
+            || cause.downcast_ref::<serde_json::Error>().is_some_and(|e| e.io_error_kind() == Some(broken))
+    })
 }
 
 /// The causes from the outermost to the innermost. One that already stands in the text before it is left out (many
@@ -35,7 +37,9 @@ pub(crate) fn is_broken_pipe(error: &anyhow::Error) -> bool {
 pub(crate) fn explain(error: &anyhow::Error) -> String {
     let mut text = String::new();
     // All other files and streams are named where they are opened.
-    if error.downcast_ref::<std::io::Error>().is_some() && error.chain().len() == 1 {
+    let written = error.downcast_ref::<std::io::Error>().is_some() && error.chain().len() == 1
+        || error.downcast_ref::<serde_json::Error>().is_some_and(serde_json::Error::is_io);
+    if written {
         text.push_str("cannot write to standard output");
     }
     for cause in error.chain() {
@@ -73,10 +77,23 @@ mod tests {
         assert_eq!(explain(&error), "tensor `evil\\n\\u{1b}[31mname` is missing");
     }
 
+    struct Closed;
+
+    impl std::io::Write for Closed {
+        fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+            Err(std::io::ErrorKind::BrokenPipe.into())
+        }
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
     #[test]
     fn a_bare_io_error_is_that_of_standard_output() {
         let full = || std::io::Error::from(std::io::ErrorKind::StorageFull);
         assert!(explain(&full().into()).starts_with("cannot write to standard output: "));
+        let json = serde_json::to_writer(Closed, &1).unwrap_err();
+        assert!(is_broken_pipe(&json.into()), "JSON is written through its own error type");
         let named = Err::<(), _>(full()).context("cannot write x").unwrap_err();
         assert!(explain(&named).starts_with("cannot write x: "));
     }

@@ -25,8 +25,8 @@ pub(crate) fn run(args: &GenerateArgs, threads: usize) -> anyhow::Result<ExitCod
 }
 
 fn answer<B: Backend>(args: &GenerateArgs, open: impl FnOnce() -> anyhow::Result<B>) -> anyhow::Result<ExitCode> {
-    let began = Instant::now();
     let text = prompt_text(&args.prompt)?;
+    let began = Instant::now();
     let tools = args.tools.as_deref().map(read_tools).transpose()?.unwrap_or_default();
     let images = args.image.iter().map(|path| read_image(path)).collect::<anyhow::Result<Vec<_>>>()?;
     let mut session = Session::open(args.model.as_deref(), &args.prompting, &args.sampling, open()?)?;
@@ -91,6 +91,9 @@ fn prompt_text(argument: &str) -> anyhow::Result<String> {
     if argument == "-" {
         text.clear();
         std::io::stdin().read_to_string(&mut text).context("cannot read the prompt from standard input")?;
+        // The end of the last line is the shell's, not the question's.
+        let end = text.strip_suffix('\n').map(|text| text.strip_suffix('\r').unwrap_or(text).len());
+        text.truncate(end.unwrap_or(text.len()));
     }
     if text.trim().is_empty() {
         bail!("the prompt is empty: give a question, or `-` and a question on standard input");

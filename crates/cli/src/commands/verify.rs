@@ -27,7 +27,7 @@ pub(crate) fn run(args: &VerifyArgs, threads: usize) -> anyhow::Result<ExitCode>
         serde_json::to_writer_pretty(&mut out, &verdict)?;
         writeln!(out)?;
     } else {
-        write!(out, "{verdict}")?;
+        writeln!(out, "{verdict}")?;
     }
     Ok(ExitCode::from(u8::from(!verdict.passed)))
 }

@@ -45,7 +45,7 @@ pub(super) fn check(ledger: &mut Ledger, artifact: &Directory, source: Option<&S
         }
         None if required => {
             let found = "expected the manifest that the quantizer writes, found none";
-            ledger.file(G15, MANIFEST_FILE, found, "copy it too; for other programs' artifacts do not require it");
+            ledger.file(G15, MANIFEST_FILE, found, "copy it from where the artifact was made; an artifact that has none never had its bytes recorded: quantize again");
             return;
         }
         None => {
