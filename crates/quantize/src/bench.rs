@@ -1,8 +1,10 @@
 //! Speed of the solver against the machine's multiply-add rate, measured in the same run.
 
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use glimmer_tensor::Cpu;
+use glimmer_tensor::cpu::Pool;
 use glimmer_tensor::cpu::bench::fma_rate;
 
 use crate::gptq::{DeadColumns, Factor, Order, Settings};
@@ -30,15 +32,24 @@ pub struct SolveSpeed {
     pub hessian_gflops: f64,
     /// Seconds to search the importance-weighted scales.
     pub scales_seconds: f64,
-    /// Seconds of the factorisation.
-    pub factor_seconds: f64,
-    /// Seconds of the solve: factorisation and rounding.
-    pub solve_seconds: f64,
-    /// Its rate in GFLOP/s (`n^3 / 3 + rows n^2`: what the recursion really computes).
-    pub solve_gflops: f64,
     /// f32 multiply-add rate of the machine on as many threads, in registers alone, GFLOP/s.
     pub peak_gflops: f64,
-    /// `solve_gflops / peak_gflops`.
+    /// A matrix on each thread at the same time, as the pipeline solves the experts of a layer.
+    pub apart: Solves,
+    /// All threads on one matrix, as the pipeline does when its budget holds no more.
+    pub together: Solves,
+}
+
+/// How fast matrices were solved.
+#[derive(Debug, Clone, serde::Serialize)]
+pub struct Solves {
+    /// Matrices at the same time.
+    pub matrices: usize,
+    /// Seconds until all of them are solved, factorisation and rounding, of the fastest repetition.
+    pub seconds: f64,
+    /// Rate in GFLOP/s (`n^3 / 3 + rows n^2` a matrix: what the recursion really computes).
+    pub gflops: f64,
+    /// `gflops` over the multiply-add rate.
     pub ratio: f64,
 }
 
@@ -65,36 +76,59 @@ pub fn solve_speed(n: usize, rows: usize, threads: usize) -> SolveSpeed {
     let h = h.finish();
     let hessian_seconds = start.elapsed().as_secs_f64();
     let settings = Settings { order: Order::Static, damp: 0.01, dead: DeadColumns::Keep };
-    let mut scales_seconds = f64::INFINITY;
-    let mut factor_seconds = f64::INFINITY;
-    let mut round_seconds = f64::INFINITY;
-    for _ in 0..REPEATS {
-        let start = Instant::now();
+    let factor = Factor::new(&Shrunk::own(&h), &settings, pool);
+    let start = Instant::now();
+    let scales = scales(ScaleRule::Imse, &w, n, group, Some(factor.importance()));
+    let scales_seconds = start.elapsed().as_secs_f64();
+    let solve = |pool: Option<&Pool>| {
         let factor = Factor::new(&Shrunk::own(&h), &settings, pool);
-        factor_seconds = factor_seconds.min(start.elapsed().as_secs_f64());
-        let start = Instant::now();
-        let scales = scales(ScaleRule::Imse, &w, n, group, Some(factor.importance()));
-        scales_seconds = scales_seconds.min(start.elapsed().as_secs_f64());
-        let start = Instant::now();
         std::hint::black_box(factor.solve(&w, &scales, group, pool));
-        round_seconds = round_seconds.min(start.elapsed().as_secs_f64());
-    }
-    let solve_seconds = factor_seconds + round_seconds;
-    let (n, rows) = (n as f64, rows as f64);
-    let solve_gflops = (n * n * n / 3.0 + rows * n * n) / solve_seconds / 1e9;
+    };
+    let rate = |matrices: usize, seconds: f64| {
+        let (n, rows) = (n as f64, rows as f64);
+        let gflops = matrices as f64 * (n * n * n / 3.0 + rows * n * n) / seconds / 1e9;
+        Solves { matrices, seconds, gflops, ratio: gflops / peak_gflops }
+    };
     SolveSpeed {
-        n: n as usize,
-        rows: rows as usize,
+        n,
+        rows,
         threads,
         hessian_seconds,
-        hessian_gflops: tokens as f64 * n * n / hessian_seconds / 1e9,
+        hessian_gflops: (tokens * n * n) as f64 / hessian_seconds / 1e9,
         scales_seconds,
-        factor_seconds,
-        solve_seconds,
-        solve_gflops,
         peak_gflops,
-        ratio: solve_gflops / peak_gflops,
+        apart: rate(threads, apart(threads, || solve(None))),
+        together: rate(1, (0..REPEATS).map(|_| seconds(|| solve(pool))).fold(f64::INFINITY, f64::min)),
     }
+}
+
+/// Seconds of `work`.
+fn seconds(work: impl FnOnce()) -> f64 {
+    let start = Instant::now();
+    work();
+    start.elapsed().as_secs_f64()
+}
+
+/// Seconds from the start until the last of `threads` threads has done `work`, of the fastest repetition; the threads live
+/// through all of them, as the pipeline's do.
+fn apart(threads: usize, work: impl Fn() + Sync) -> f64 {
+    let barrier = Barrier::new(threads);
+    let repeat = || {
+        let mut repeats = [0.0; REPEATS];
+        for time in &mut repeats {
+            barrier.wait();
+            *time = seconds(|| {
+                work();
+                barrier.wait();
+            });
+        }
+        repeats.into_iter().fold(f64::INFINITY, f64::min)
+    };
+    std::thread::scope(|scope| {
+        let others: Vec<_> = (1..threads).map(|_| scope.spawn(repeat)).collect();
+        let mine = repeat();
+        others.into_iter().map(|t| t.join().expect("a solve does not panic")).fold(mine, f64::max)
+    })
 }
 
 #[cfg(test)]
@@ -103,7 +137,10 @@ mod tests {
 
     #[test]
     fn the_bench_measures_something() {
-        let s = solve_speed(256, 64, 1);
-        assert!(s.solve_gflops > 0.0 && s.peak_gflops > 0.0 && s.ratio.is_finite());
+        let s = solve_speed(256, 64, 2);
+        assert!(s.peak_gflops > 0.0);
+        for solves in [s.apart, s.together] {
+            assert!(solves.gflops > 0.0 && solves.ratio.is_finite() && solves.seconds > 0.0);
+        }
     }
 }

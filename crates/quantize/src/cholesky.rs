@@ -11,7 +11,7 @@ use glimmer_tensor::gemm::{Region, Sign, View, gemm};
 use crate::real::Real;
 
 /// Columns of a panel.
-const PANEL: usize = 256;
+const PANEL: usize = 128;
 
 /// Columns of a panel inside the diagonal block of a panel.
 const INNER_PANEL: usize = 32;

@@ -244,12 +244,14 @@ impl Factor {
     ) -> Solution {
         let n = self.n;
         let rows = w.len() / n;
+        let mut positions = vec![0; n];
+        self.columns.iter().zip(0..).for_each(|(&c, p)| positions[c as usize] = p);
         let mut codes = vec![0i8; w.len()];
         let mut losses = vec![0.0f64; rows];
         let share = rows.div_ceil(threads.map_or(1, Pool::threads)).next_multiple_of(LANES);
         let part = |i: usize, codes, losses| {
             let (w, scales) = (&w[i * share * n..], &scales[i * share * (n / group)..]);
-            Part { factor: self, triangle, group, w, scales, codes, losses }.run();
+            Part { factor: self, triangle, positions: &positions, group, w, scales, codes, losses }.run();
         };
         match threads {
             Some(pool) => {
