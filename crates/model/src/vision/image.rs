@@ -8,7 +8,7 @@ use std::io::Cursor;
 
 use image::{AnimationDecoder as _, DynamicImage, ImageDecoder, ImageError, ImageFormat, ImageReader, Limits};
 
-use super::VisionError;
+use super::{VisionError, jpeg::is_cut_off};
 
 /// An 8-bit RGB picture.
 #[derive(Clone, PartialEq, Eq)]
@@ -64,6 +64,10 @@ impl RgbImage {
         let mut decoder = reader.into_decoder().map_err(damaged)?;
         let (width, height) = decoder.dimensions();
         check_pixels(u64::from(width), u64::from(height), 1, limits)?;
+        if format == ImageFormat::Jpeg && is_cut_off(bytes) {
+            let reason = "the file ends before the picture does: it is incomplete, fetch it again".to_owned();
+            return Err(VisionError::Damaged { format: name(format), reason });
+        }
         let orientation = decoder.orientation().map_err(damaged)?;
         let mut picture = DynamicImage::from_decoder(decoder).map_err(damaged)?;
         picture.apply_orientation(orientation);
@@ -218,6 +222,35 @@ mod tests {
             let decoded = RgbImage::decode(&bytes, DecodeLimits::default()).unwrap();
             assert_eq!((decoded.width(), decoded.height()), (16, 8), "{format:?}");
         }
+    }
+
+    /// A progressive picture of 8 x 8 grey pixels: a scan of its mean, a scan of everything else (nothing).
+    fn progressive() -> Vec<u8> {
+        let mut bytes = vec![0xff, 0xd8, 0xff, 0xdb, 0, 67, 0];
+        bytes.extend([8; 64]);
+        bytes.extend([0xff, 0xc2, 0, 11, 8, 0, 8, 0, 8, 1, 1, 0x11, 0]);
+        // One code of one bit each: a mean of 6 bits, and the end of a block.
+        for (class, symbol) in [(0x00, 6), (0x10, 0)] {
+            bytes.extend([0xff, 0xc4, 0, 20, class, 1]);
+            bytes.extend([0; 15]);
+            bytes.push(symbol);
+        }
+        bytes.extend([0xff, 0xda, 0, 8, 1, 1, 0x00, 0, 0, 0, 0x7f]);
+        bytes.extend([0xff, 0xda, 0, 8, 1, 1, 0x00, 1, 63, 0, 0x7f, 0xff, 0xd9]);
+        bytes
+    }
+
+    #[test]
+    fn half_a_progressive_jpeg_is_no_picture() {
+        let whole = progressive();
+        let decoded = RgbImage::decode(&whole, DecodeLimits::default()).unwrap();
+        assert!(decoded.pixels().iter().all(|&p| (188..=194).contains(&p)), "{:?}", decoded.pixels());
+        for length in 1..whole.len() {
+            assert!(RgbImage::decode(&whole[..length], DecodeLimits::default()).is_err(), "{length} bytes");
+        }
+        // Behind its first scan, where the decoder itself has a picture already.
+        let error = RgbImage::decode(&whole[..whole.len() - 14], DecodeLimits::default()).unwrap_err();
+        assert!(error.to_string().contains("it is incomplete, fetch it again"), "{error}");
     }
 
     #[test]

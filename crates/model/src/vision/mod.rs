@@ -12,6 +12,7 @@
 
 mod error;
 pub mod image;
+mod jpeg;
 pub mod preprocess;
 pub mod resize;
 pub mod settings;
