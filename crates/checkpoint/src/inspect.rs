@@ -17,6 +17,7 @@ use crate::{
     error::Error,
     int4,
     inventory::{Group, Inventory},
+    scheme,
 };
 
 /// How the routed experts are stored.
@@ -29,6 +30,16 @@ pub enum Storage {
     Fp8,
     /// INT4 codes with group scales.
     W4a16,
+}
+
+impl Storage {
+    fn words(self) -> &'static str {
+        match self {
+            Self::Bf16 => "a BF16 checkpoint",
+            Self::Fp8 => "a block-FP8 checkpoint",
+            Self::W4a16 => "a W4A16 artifact",
+        }
+    }
 }
 
 /// The result of [`inspect`]; [`Inspection::to_text`] is its readable form.
@@ -158,13 +169,7 @@ pub fn inspect(path: &Path, as_w4a16: bool) -> Result<Inspection, Error> {
         let packed = as_w4a16 || stated == Some(Some(Storage::W4a16));
         let inventory = if packed { Inventory::w4a16(&config)? } else { Inventory::bf16(&config) };
         let mut inspection = derived(subject, &config, &inventory, packed);
-        if stated == Some(None) {
-            inspection.problems.push(
-                "config.json, `quantization_config`: expected that of a W4A16 artifact (compressed-tensors, pack-quantized) \
-                 or of a block-FP8 checkpoint, found another; the figures are those of the BF16 checkpoint"
-                    .to_owned(),
-            );
-        }
+        inspection.problems.extend(config.quantization.as_ref().and_then(block_problem));
         return Ok(inspection);
     }
     let (checkpoint, damages) = Checkpoint::survey(path)?;
@@ -183,6 +188,48 @@ pub fn inspect_open(subject: &str, checkpoint: &Checkpoint, as_w4a16: bool) -> R
         return Ok(derived(subject.to_owned(), config, &Inventory::w4a16(config)?, true));
     }
     stored(subject.to_owned(), checkpoint)
+}
+
+/// What is wrong with a `quantization_config`, by itself.
+fn block_problem(block: &Value) -> Option<String> {
+    let at = |field: &str| format!("config.json, `quantization_config{field}`");
+    match storage_of(block) {
+        None => {
+            let text = |key: &str| block[key].as_str().unwrap_or("none").to_owned();
+            Some(format!(
+                "{}: expected that of a W4A16 artifact (compressed-tensors, pack-quantized) or of a block-FP8 checkpoint \
+                 (fp8, e4m3), found quant_method `{}`, format `{}`; loaders will not read these tensors",
+                at(""),
+                text("quant_method"),
+                text("format")
+            ))
+        }
+        Some(Storage::W4a16) => scheme::unreadable_field(block).map(|(field, expected, found)| {
+            format!("{}: expected {expected}, found {found}; loaders would misread the codes", at(&field))
+        }),
+        Some(_) => None,
+    }
+}
+
+/// What is wrong with a `quantization_config` beside tensors that are stored like this.
+fn contradiction(storage: Storage, block: Option<&Value>) -> Option<String> {
+    let Some(block) = block else {
+        return (storage == Storage::W4a16).then(|| {
+            "config.json, `quantization_config`: expected the block of a W4A16 artifact, found none; loaders will take the \
+             packed tensors for unknown ones"
+                .to_owned()
+        });
+    };
+    let stated = storage_of(block).filter(|&stated| stated != storage);
+    let other = stated.map(|stated| {
+        format!(
+            "config.json, `quantization_config`: expected the block of {}, as the tensors are stored, found that of {}; \
+             take config.json from where the tensors are from",
+            storage.words(),
+            stated.words()
+        )
+    });
+    other.or_else(|| block_problem(block))
 }
 
 /// What a `quantization_config` says of the routed experts; none if it is not a form that this program reads.
@@ -240,13 +287,7 @@ fn stored(subject: String, checkpoint: &Checkpoint) -> Result<Inspection, Error>
              files instead"
         ));
     }
-    if storage == Storage::W4a16 && config.quantization.is_none() {
-        problems.push(
-            "config.json, `quantization_config`: expected the block of a W4A16 artifact, found none; loaders will take the \
-             packed tensors for unknown ones"
-                .to_owned(),
-        );
-    }
+    problems.extend(contradiction(storage, config.quantization.as_ref()));
     Ok(Inspection {
         subject,
         stored: true,

@@ -75,6 +75,29 @@ pub fn quantization_config(config: &Config, scheme: Scheme) -> Value {
     })
 }
 
+/// The first field of a packed block that tells a loader to read the codes otherwise than they are stored: its path, what
+/// was expected and what was found. Fields that a loader fills in by itself may be absent.
+pub(crate) fn unreadable_field(block: &Value) -> Option<(String, String, String)> {
+    let Some(groups) = block["config_groups"].as_object().filter(|groups| !groups.is_empty()) else {
+        return Some((".config_groups".to_owned(), "a group".to_owned(), block["config_groups"].to_string()));
+    };
+    let wanted = [
+        ("num_bits", json!(int4::BITS), false),
+        ("group_size", json!(int4::GROUP), false),
+        ("strategy", json!("group"), true),
+        ("symmetric", json!(true), true),
+        ("type", json!("int"), true),
+    ];
+    groups.iter().find_map(|(name, group)| {
+        wanted.iter().find_map(|(field, expected, optional)| {
+            let found = &group["weights"][*field];
+            let right = found == expected || (*optional && found.is_null());
+            let path = || format!(".config_groups.{name}.weights.{field}");
+            (!right).then(|| (path(), expected.to_string(), found.to_string()))
+        })
+    })
+}
+
 /// The text of `config.json` with `block` as its `quantization_config`. All other text stays as it is; only where the source
 /// has such a block already (an FP8 source) is the file laid out anew, without it.
 ///

@@ -17,14 +17,19 @@ use serde_json::json;
 use crate::{
     config::Config,
     data::DType,
+    digest::Digest,
     error::Error,
     int4::{self, PackedMatrix, Quotient},
     inventory::{Group, Inventory, Sum, TensorSpec},
+    manifest::{Manifest, SourceIdentity},
     scheme::{Scheme, quantization_config, with_quantization_config},
     sharding::plan_shards,
+    shards::INDEX_FILE,
     writer::{DEFAULT_SHARD_BYTES, ShardWriter, TensorHeader, write_file, write_index},
 };
 use random::Stream;
+
+const GENERATION_FILE: &str = "generation_config.json";
 
 /// Elements made at a time; a multiple of the quantization group.
 const CHUNK: usize = 1 << 16;
@@ -58,7 +63,7 @@ impl Default for SynthOptions {
 
 /// Writes a random checkpoint for the configuration `config_text` (a `config.json`) into `directory`, which must be empty or
 /// absent. `progress` is told the bytes of tensors written so far, and all there are. `config.json` and the index come last, so
-/// an interrupted run does not look finished.
+/// an interrupted run does not look finished. A W4A16 checkpoint has a manifest, as an artifact must.
 ///
 /// # Errors
 /// [`Error::Config`]; [`Error::Invalid`] when the directory is not empty or the model cannot be stored as W4A16;
@@ -100,14 +105,38 @@ pub fn synth(
         "temperature": 1.0,
         "top_p": 0.95,
     });
-    write_file(directory, "generation_config.json", format!("{generation:#}\n").as_bytes())?;
+    let generation = format!("{generation:#}\n");
+    write_file(directory, GENERATION_FILE, generation.as_bytes())?;
     write_index(directory, &receipts)?;
     let text = match options.format {
         SynthFormat::Bf16 => config_text.to_owned(),
         SynthFormat::W4a16 => with_quantization_config(config_text, &quantization_config(&config, Scheme::default()))?,
     };
+    if options.format == SynthFormat::W4a16 {
+        let mut manifest =
+            Manifest::new(imagined_source(config_text, &config), json!({"method": "rtn", "synth_seed": options.seed}));
+        receipts.iter().for_each(|receipt| manifest.add_shard(receipt));
+        manifest.add_file(GENERATION_FILE, generation.as_bytes());
+        let index = directory.join(INDEX_FILE);
+        manifest.add_file(INDEX_FILE, &fs::read(&index).map_err(|e| Error::io(&index, "read", e))?);
+        manifest.add_file("config.json", text.as_bytes());
+        manifest.write(directory)?;
+    }
     write_file(directory, "config.json", text.as_bytes())?;
     Ok(total)
+}
+
+/// The identity of the BF16 checkpoint of the same configuration and seed, which need not exist: its weights are not sampled.
+fn imagined_source(config_text: &str, config: &Config) -> SourceIdentity {
+    let total = Inventory::bf16(config).total();
+    SourceIdentity {
+        config_sha256: Digest::of(config_text.as_bytes()),
+        index_sha256: None,
+        tensors: total.tensors,
+        tensor_bytes: total.bytes,
+        sample_sha256: None,
+        revision: None,
+    }
 }
 
 /// Makes the bytes of tensors, chunk by chunk.

@@ -117,8 +117,20 @@ fn a_lone_configuration_is_taken_by_its_quantization_config() {
     let path = directory.path().join("config.json");
     let micro = Config::parse(MICRO_CONFIG).unwrap();
     let packed = quantization_config(&micro, Scheme::default());
+    let with = |field: &str, value: Value| {
+        let mut block = packed.clone();
+        block["config_groups"]["group_0"]["weights"][field] = value;
+        block
+    };
+    let mut sparse = packed.clone();
+    sparse["format"] = json!("marlin-24");
     for (block, storage, problems) in [
-        (packed, Storage::W4a16, 0),
+        (sparse, Storage::Bf16, 1),
+        (with("num_bits", json!(8)), Storage::W4a16, 1),
+        (with("group_size", json!(32)), Storage::W4a16, 1),
+        (with("symmetric", json!(false)), Storage::W4a16, 1),
+        (with("strategy", Value::Null), Storage::W4a16, 0),
+        (packed.clone(), Storage::W4a16, 0),
         // The released block-FP8 checkpoint is read as BF16.
         (json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}), Storage::Bf16, 0),
         (json!({"quant_method": "awq"}), Storage::Bf16, 1),
@@ -145,6 +157,22 @@ fn inspection_of_directories() {
     let artifact = inspect(directory.path(), false).unwrap();
     assert_eq!((artifact.storage, artifact.problems.len()), (Storage::W4a16, 0));
     assert_eq!(artifact.quantized.unwrap().matrices, 168);
+
+    // Blocks that say otherwise than the tensors, on either side.
+    let text = fs::read_to_string(directory.path().join("config.json")).unwrap();
+    for (from, to) in
+        [("pack-quantized", "marlin-24"), ("\"num_bits\": 4", "\"num_bits\": 8"), ("compressed-tensors", "awq")]
+    {
+        assert!(text.contains(from), "{from}");
+        fs::write(directory.path().join("config.json"), text.replace(from, to)).unwrap();
+        let problems = inspect(directory.path(), false).unwrap().problems;
+        assert!(matches!(&problems[..], [one] if one.contains("quantization_config")), "{to}: {problems:?}");
+    }
+    let plain = tempfile::tempdir().unwrap();
+    make(plain.path(), SynthFormat::Bf16, 0, 20_000_000);
+    fs::write(plain.path().join("config.json"), &text).unwrap();
+    let problems = inspect(plain.path(), false).unwrap().problems;
+    assert!(matches!(&problems[..], [one] if one.contains("found that of a W4A16 artifact")), "{problems:?}");
 
     // The configuration of another model beside these shards.
     let mut config: Value = serde_json::from_str(MICRO_CONFIG).unwrap();

@@ -52,9 +52,13 @@ fn a_synthetic_artifact_passes_against_the_source_of_its_seed() {
         path
     };
     let source = make("source", SynthFormat::Bf16, 1);
-    let options = VerifyOptions { require_manifest: false, max_shard_bytes: 1 << 30, ..options() };
-    let verdict = verify(&make("artifact", SynthFormat::W4a16, 1), Some(&source), &options).expect("directories");
-    assert!(verdict.passed, "{verdict}");
+    let options = VerifyOptions { max_shard_bytes: 1 << 30, ..options() };
+    let artifact = make("artifact", SynthFormat::W4a16, 1);
+    for source in [Some(source.as_path()), None] {
+        let verdict = verify(&artifact, source, &options).expect("directories");
+        assert!(verdict.passed, "{verdict}");
+        assert_eq!(verdict.gate(GateId::G15).map(|g| g.status), Some(Status::Pass), "{verdict}");
+    }
     let other = verify(&make("other", SynthFormat::W4a16, 2), Some(&source), &options).expect("directories");
     assert_eq!(other.failed(), [GateId::G5, GateId::G8], "{other}");
 }
