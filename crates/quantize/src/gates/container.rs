@@ -108,10 +108,14 @@ fn numbered(file: &str) -> Option<(String, usize, usize)> {
 
 /// G11 beyond what the container rules say: the total, and which of the two conventions it follows.
 fn index(ledger: &mut Ledger, artifact: &Directory) {
-    ledger.count(G11, artifact.weight_map.len(), artifact.shards.names().count());
     if !artifact.shards.is_indexed() {
         return;
     }
+    // Entries that hold, of all names that either side has.
+    let stored = |name: &str| artifact.shards.file_of(name);
+    let right = artifact.weight_map.iter().filter(|(name, file)| stored(name) == Some(file.as_str())).count();
+    let unnamed = artifact.names().filter(|name| !artifact.weight_map.contains_key(*name)).count();
+    ledger.count(G11, right, artifact.weight_map.len() + unnamed);
     if !artifact.broken.is_empty() && !ledger.has_failed(G11) {
         ledger.skip(G11, "some shards cannot be read (G10)");
         return;

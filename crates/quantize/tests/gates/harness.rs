@@ -70,7 +70,8 @@ pub(crate) fn run(cases: &[Case]) {
             .gates
             .iter()
             .flat_map(|g| &g.offenders)
-            .all(|o| !o.subject.is_empty() && !o.found.is_empty() && !o.remedy.is_empty());
+            .all(|o| !o.subject.is_empty() && !o.found.is_empty() && !o.remedy.is_empty())
+            && verdict.gates.iter().all(|g| g.counted <= g.expected);
         if verdict.failed() != expected || !sound || verdict.passed != expected.is_empty() {
             failures +=
                 &format!("\n== {name} ({how}, source: {with_source}): expected {expected:?}\n{}\n", failed(&verdict));
