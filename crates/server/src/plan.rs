@@ -75,7 +75,11 @@ pub fn plan(config: &Config, request: &PlanRequest, mut settings: Settings) -> R
     };
     let needs = Needs::of(&wish);
     let reserve = if gpu { GPU_RESERVE_BYTES } else { 0 };
-    let usable = if gpu { (device_bytes as f64 * serve.memory_share) as u64 } else { device_bytes };
+    let usable = match host {
+        _ if gpu => (device_bytes as f64 * serve.memory_share) as u64,
+        Some((_, free)) => free,
+        None => device_bytes,
+    };
     let fixed = needs.fixed() + reserve;
     let ask = sizing::Wish {
         sequences,
@@ -92,7 +96,7 @@ pub fn plan(config: &Config, request: &PlanRequest, mut settings: Settings) -> R
         let fits = fixed <= usable;
         let budget = cpu_budget(serve.cache_bytes, serve.memory_share_given, needs.weights_total(), host);
         let budget = budget.map_err(|error| error.to_string());
-        if fits { budget } else { Err(too_large(fixed, usable)) }
+        if fits { budget } else { Err(too_large_for_host(fixed, usable)) }
     };
     let spent = budget.clone().and_then(|budget| spend(budget, unit, &ask).map_err(|error| error.to_string()));
     let asked = match ask.length {
@@ -129,6 +133,7 @@ pub fn plan(config: &Config, request: &PlanRequest, mut settings: Settings) -> R
         max_model_len: tokens,
         draft_depth: depth,
         cache_bytes: cache,
+        cache_by_default: !gpu && serve.cache_bytes.is_none() && serve.memory_share_given.is_none(),
         elements: wish.elements,
         needs,
         fit: fit(spent),
@@ -193,8 +198,20 @@ fn gpu_budget(asked: Option<u64>, usable: u64, fixed: u64) -> Result<u64, String
     }
 }
 
+fn gib(bytes: u64) -> String {
+    format!("{:.2} GiB", bytes as f64 / GIB)
+}
+
+fn too_large_for_host(fixed: u64, free: u64) -> String {
+    format!(
+        "weights and activations take {} and {} of this machine are free; end other programs, or use a smaller \
+         --max-num-batched-tokens",
+        gib(fixed),
+        gib(free)
+    )
+}
+
 fn too_large(fixed: u64, usable: u64) -> String {
-    let gib = |bytes: u64| format!("{:.2} GiB", bytes as f64 / GIB);
     format!(
         "weights, activations and reserve take {} of each device and {} are usable; use more ranks (--tensor-parallel-size), \
          a larger --gpu-memory-utilization or a smaller --max-num-batched-tokens",

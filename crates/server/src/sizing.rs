@@ -152,7 +152,7 @@ fn meminfo(text: &str, key: &str) -> Option<u64> {
 }
 
 /// Bytes of the cache on the CPU where nobody says: enough to work with, little enough to share the machine.
-const CPU_DEFAULT: u64 = 4 << 30;
+pub(crate) const CPU_DEFAULT: u64 = 4 << 30;
 
 /// Bytes that the cache may take on the CPU: what was asked for, or a share of the machine beside the weights, or a modest
 /// default.
@@ -168,7 +168,9 @@ pub fn cpu_budget(
     match (asked, share, host) {
         (Some(asked), _, Some((_, free))) if asked > free => Err(SizeError::NotFree { asked, free }),
         (Some(asked), _, _) => Ok(asked),
-        (None, Some(share), Some((total, _))) => Ok(((total as f64 * share) as u64).saturating_sub(weights)),
+        (None, Some(share), Some((total, free))) => {
+            Ok(((total as f64 * share) as u64).saturating_sub(weights).min(free))
+        }
         (None, _, Some((_, free))) => Ok(CPU_DEFAULT.min(free)),
         (None, _, None) => Ok(CPU_DEFAULT),
     }
@@ -229,6 +231,7 @@ mod tests {
             Err(SizeError::NotFree { asked: 60 << 30, free: 50 << 30 })
         );
         assert_eq!(cpu_budget(None, Some(0.5), 10 << 30, host), Ok(40 << 30));
+        assert_eq!(cpu_budget(None, Some(0.9), 10 << 30, host), Ok(50 << 30), "no more than is free");
         assert_eq!(cpu_budget(None, None, 0, host), Ok(4 << 30));
         assert_eq!(cpu_budget(None, None, 0, Some((2 << 30, 1 << 30))), Ok(1 << 30));
     }

@@ -223,7 +223,16 @@ fn defaults_follow_the_device_and_are_shown_with_their_origin() {
         let line = |name: &str| shown.lines().find(|line| line.starts_with(&format!("{name} "))).unwrap().to_owned();
         assert!(line("--max-num-seqs").ends_with(&format!("{seqs}  ({origin})")), "{shown}");
         assert!(line("--tensor-parallel-size").ends_with("2  (command line)"));
-        assert!(line("--gpu-memory-utilization").ends_with("0.92  (default)"));
+        let (share, cache) = if device == Device::Cpu {
+            (
+                "none  (of no effect on the CPU unless given)",
+                "4294967296  (on the CPU, or what is free if that is less)",
+            )
+        } else {
+            ("0.92  (default)", "none  (default)")
+        };
+        assert!(line("--gpu-memory-utilization").ends_with(share), "{shown}");
+        assert!(line("--kv-cache-memory-bytes").ends_with(cache), "{shown}");
         assert!(line("--max-model-len").ends_with("1048576  (the model's length)"));
         assert!(!shown.contains("secret"));
     }

@@ -7,6 +7,7 @@ use super::parse::Settings;
 use super::speculative::Method;
 use super::table::{FLAGS, FOREIGN_BACKENDS};
 use super::{FlagError, ServeConfig, Speculative, conflict};
+use crate::sizing::CPU_DEFAULT;
 use crate::tls::WITHOUT;
 
 /// What flags have to fit of a model.
@@ -170,6 +171,13 @@ impl ServeConfig {
         self.max_num_batched_tokens = Some(batched);
         settings.derive("max-num-seqs", seqs, reason);
         settings.derive("max-num-batched-tokens", batched, reason);
+        if device == Device::Cpu && self.memory_share_given.is_none() {
+            settings.derive("gpu-memory-utilization", Value::Null, "of no effect on the CPU unless given");
+            if self.cache_bytes.is_none() {
+                let reason = "on the CPU, or what is free if that is less";
+                settings.derive("kv-cache-memory-bytes", CPU_DEFAULT, reason);
+            }
+        }
         match self.max_model_len {
             None => {
                 self.max_model_len = Some(MaxModelLen::Tokens(shape.max_positions));

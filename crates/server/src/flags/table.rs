@@ -133,7 +133,12 @@ pub const FLAGS: &[Flag] = &[
     flag("max-num-seqs", Size(1, MOST), "null", "most running sequences"),
     flag("max-num-batched-tokens", Size(1, MOST), "null", "most tokens of a step"),
     flag("block-size", Int(1, 1 << 20), "null", "tokens of a cache page; rounded up to a multiple of 64"),
-    flag("gpu-memory-utilization", Number(0.0, 1.0, true), "0.92", "share of the memory to use"),
+    flag(
+        "gpu-memory-utilization",
+        Number(0.0, 1.0, true),
+        "0.92",
+        "share of the memory to use; on the CPU only when given, where the cache else takes 4 GiB",
+    ),
     alias(
         flag(
             "kv-cache-memory-bytes",

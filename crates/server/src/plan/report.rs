@@ -32,6 +32,8 @@ pub struct Report {
     pub draft_depth: usize,
     /// Bytes of both arenas.
     pub cache_bytes: u64,
+    /// Whether they are the CPU's default, which nothing of the machine or the model decides.
+    pub cache_by_default: bool,
     /// Bytes of the caches' elements.
     pub elements: Elements,
     /// What a device holds.
@@ -111,14 +113,18 @@ impl Report {
         line(0, "weights stored as", self.storage);
         line(0, &format!("each {} of", self.device), &shared);
         line(0, "memory", &size(self.device_bytes));
-        line(2, "usable", &size(self.usable_bytes));
+        let gpu = self.device == "gpu";
+        line(2, if gpu { "usable" } else { "free" }, &size(self.usable_bytes));
         line(0, "weights", &size(self.needs.weights_total()));
         for (group, bytes) in &self.needs.weights {
             line(2, group.describe(), &size(*bytes));
         }
         line(0, &format!("activations of {} rows", self.max_num_batched_tokens), &size(self.needs.activations));
-        line(0, "reserve", &size(self.reserve_bytes));
-        line(0, "cache", &size(self.cache_bytes));
+        if gpu {
+            line(0, "reserve", &size(self.reserve_bytes));
+        }
+        let default = if self.cache_by_default { "cache (the CPU's default)" } else { "cache" };
+        line(0, default, &size(self.cache_bytes));
         let slot = &self.needs.slot;
         line(2, "a slot", &size(slot.total()));
         for (name, bytes) in
@@ -136,6 +142,13 @@ impl Report {
                 line(2, &format!("sequences of {} tokens", self.max_model_len), &format!("{concurrency:.2}"));
                 let notes: String = notes.iter().map(|note| format!("; {note}")).collect();
                 let _ = writeln!(out, "fits{notes}");
+                if self.cache_by_default {
+                    let _ = writeln!(
+                        out,
+                        "on the CPU the cache takes 4 GiB, or what is free if that is less; --kv-cache-memory-bytes or \
+                         --gpu-memory-utilization (a share of all memory, weights included) give it more or less"
+                    );
+                }
             }
             Fit::Short { reason } => {
                 let _ = writeln!(out, "does not fit: {reason}");

@@ -103,3 +103,26 @@ fn published_pools_come_out_of_the_flags() {
         assert!(report.to_text().contains(&tokens.to_string()));
     }
 }
+
+#[test]
+fn on_the_cpu_the_default_cache_and_what_is_free_are_told() {
+    let arguments: Vec<String> = ["--max-model-len", "4096"].map(str::to_owned).to_vec();
+    let planned = |free: u64, further: &[&str]| {
+        let arguments: Vec<String> = arguments.iter().cloned().chain(further.iter().map(|&a| a.to_owned())).collect();
+        let (mut request, rest) = PlanRequest::take(&arguments).expect("arguments");
+        request.host_bytes = Some((64 << 30, free));
+        let settings = Settings::parse(&rest, &|_| None, &|_| Err(std::io::Error::other("no files"))).expect("flags");
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16/config.json");
+        plan(&Config::from_file(path).expect("a configuration"), &request, settings).expect("a plan")
+    };
+    let report = planned(40 << 30, &[]);
+    assert_eq!((report.usable_bytes, report.cache_bytes, report.cache_by_default), (40 << 30, 4 << 30, true));
+    let text = report.to_text();
+    assert!(text.contains("cache (the CPU's default)") && text.contains("on the CPU the cache takes 4 GiB"), "{text}");
+    assert!(!text.contains("reserve") && !text.contains("usable"), "{text}");
+    let asked = planned(40 << 30, &["--kv-cache-memory-bytes", "1G"]);
+    assert!(!asked.cache_by_default && !asked.to_text().contains("CPU's default"), "{}", asked.to_text());
+    let short = planned(1 << 20, &[]);
+    let text = short.to_text();
+    assert!(!short.fits() && text.contains("of this machine are free") && !text.contains("tensor-parallel"), "{text}");
+}
