@@ -155,6 +155,11 @@ impl Checkpoint {
         fp8::widen(&self.shards, &tensor)
     }
 
+    /// Says that no tensor will be read soon: see [`Bytes::release`]. Tensors that were handed out stay readable.
+    pub fn release(&self) {
+        self.shards.files().iter().for_each(|shard| shard.bytes.release());
+    }
+
     /// Names of the files beside the shards (`tokenizer.json`, `chat_template.jinja`, ...), ascending.
     pub fn files(&self) -> impl Iterator<Item = &str> {
         self.companions.keys().map(String::as_str)

@@ -229,9 +229,10 @@ pub(crate) struct QuantizeArgs {
     /// How config.json says what is not quantized
     #[arg(long, value_enum, default_value = "regex")]
     pub(crate) ignore_style: IgnoreStyle,
-    /// Memory to use, in GiB
-    #[arg(long, value_name = "N", default_value_t = 8.0, allow_negative_numbers = true)]
-    pub(crate) budget_gib: f64,
+    /// Memory that the run may take in all, in GiB; less than one layer takes is raised to that (default: what makes the
+    /// run faster, at most half of the free memory)
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub(crate) budget_gib: Option<f64>,
     /// Go on with an interrupted run in --out; the result is the same, byte for byte
     #[arg(long)]
     pub(crate) resume: bool,

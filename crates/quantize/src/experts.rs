@@ -19,6 +19,7 @@ use crate::error::{Error, Result};
 use crate::gptq::Factor;
 use crate::hessian::{Hessian, Moments, Shrunk};
 use crate::matrix::{Quantized, Statistics, quantize};
+use crate::memory::Shares;
 use crate::overlay::Overlay;
 use crate::progress::Progress;
 use crate::recipe::{CalibratedExperts, DownInputs, Method, Recipe, TokenWeights};
@@ -27,7 +28,7 @@ use crate::rows::RowStore;
 use crate::workers;
 
 /// Rows gathered at a time.
-const PIECE: usize = 2048;
+pub(crate) const PIECE: usize = 2048;
 
 /// Calibration rows of an expert, ascending.
 #[derive(Clone, Debug, Default)]
@@ -76,7 +77,7 @@ pub(crate) struct LayerWork<'a> {
     pub(crate) recipe: &'a Recipe,
     pub(crate) layer: usize,
     pub(crate) threads: &'a Pool,
-    pub(crate) budget_bytes: usize,
+    pub(crate) shares: Shares,
 }
 
 impl LayerWork<'_> {
@@ -103,7 +104,7 @@ impl LayerWork<'_> {
         let matrices = self.matrices_in_order();
         let mut reports = Vec::with_capacity(matrices.len());
         let task = |i: usize, _: Option<&Pool>| quantize(self.source, &matrices[i], self.recipe, None, None);
-        workers::run(matrices.len(), self.threads.threads(), 1, task, |done| {
+        workers::run(matrices.len(), self.shares.gate_up_solvers, 1, task, |done| {
             self.write(writer, &done, &mut reports, progress)?;
             check(progress)
         })?;
@@ -151,7 +152,7 @@ impl LayerWork<'_> {
             Some(pool) if shared => Some(Factor::new(&Shrunk::own(pool), &self.recipe.settings(), Some(self.threads))),
             _ => None,
         };
-        let workers = self.experts_at_once(hidden, self.text().moe.intermediate_size);
+        let workers = self.shares.gate_up_solvers;
         let inner = (self.threads.threads() / workers).max(1);
         let mut kept = Vec::new();
         let task = |e: usize, threads: Option<&Pool>| {
@@ -194,7 +195,7 @@ impl LayerWork<'_> {
         let width = self.text().moe.intermediate_size;
         let k = self.recipe.shrink_for(width);
         // Either every expert's moments are kept between making the pool and solving, or they are made twice.
-        let keep = Moments::bytes(width).saturating_mul(downs.len()) <= self.budget_bytes / 3;
+        let keep = self.shares.keep_moments;
         let mut kept: Vec<Option<Hessian>> = downs.iter().map(|_| None).collect();
         let mut pool = None;
         if k > 0.0 {
@@ -207,7 +208,7 @@ impl LayerWork<'_> {
             }
             pool = Some(sum.finish());
         }
-        let workers = self.experts_at_once(width, self.text().hidden_size);
+        let workers = self.shares.down_solvers;
         let inner = (self.threads.threads() / workers).max(1);
         // Activations need the runner, so they are made here, for as many experts as fit; kept ones need no such pauses.
         let group = if kept.iter().all(Option::is_some) { downs.len() } else { workers };
@@ -314,13 +315,6 @@ impl LayerWork<'_> {
             self.source.tensor(&m.weight())?.bytes.release();
         }
         Ok(moments.finish())
-    }
-
-    /// How many experts are solved at a time.
-    fn experts_at_once(&self, cols: usize, rows: usize) -> usize {
-        // Own moments and factor, one to spare; weights, targets, errors.
-        let one = 3 * Moments::bytes(cols) + 6 * rows * cols * size_of::<f64>();
-        (self.budget_bytes / 2 / one.max(1)).clamp(1, self.threads.threads())
     }
 
     /// Writes a matrix, which must be the next one, and files its report.

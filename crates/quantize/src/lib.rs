@@ -23,6 +23,7 @@ pub mod gates;
 pub mod gptq;
 pub mod hessian;
 mod matrix;
+mod memory;
 pub mod mend;
 mod overlay;
 
@@ -42,6 +43,7 @@ mod workers;
 pub use calibration::{CalibrationSample, ImageFeatures};
 pub use copy::NonFiniteTensor;
 pub use error::{Error, Result};
+pub use memory::Budget;
 pub use pipeline::{Finished, Options, SaveStreams, quantize};
 pub use progress::Progress;
 pub use recipe::{CalibratedExperts, DownInputs, Method, Recipe, TokenWeights};

@@ -27,6 +27,7 @@ use crate::copy::copy_shard;
 use crate::error::{Error, Result};
 use crate::experts::{LayerInputs, LayerWork, check, matrix_units};
 use crate::gptq::Order;
+use crate::memory::{Budget, Needs, Shares};
 use crate::overlay::Overlay;
 use crate::plan::{LayerShard, Plan, layer_tensors};
 use crate::progress::Progress;
@@ -52,8 +53,8 @@ pub enum SaveStreams {
 pub struct Options {
     /// The artifact's directory: new, empty, or an interrupted run.
     pub out: PathBuf,
-    /// Memory that working data may take.
-    pub budget_bytes: usize,
+    /// Memory that the run may take.
+    pub budget: Budget,
     /// Threads of the solver.
     pub threads: usize,
     /// Whether to go on with what is in `out`.
@@ -63,11 +64,11 @@ pub struct Options {
 }
 
 impl Options {
-    /// 8 GiB, two threads, a fresh start.
+    /// An automatic budget, two threads, a fresh start.
     pub fn new(out: impl Into<PathBuf>) -> Self {
         Self {
             out: out.into(),
-            budget_bytes: 8 << 30,
+            budget: Budget::Automatic { free_bytes: None },
             threads: 2,
             resume: false,
             save_streams: SaveStreams::WhenWorthwhile,
@@ -123,6 +124,11 @@ pub fn quantize<B: Backend>(
             return Ok(Finished { report, timing: Timing::default() });
         }
     };
+    let limits = RunnerLimits { max_rows: 512.min(calibration.tokens()), max_tokens: calibration.longest(), slots: 16 };
+    let needs = Needs::new(source.config(), recipe, calibration.tokens(), &limits, options.threads);
+    if let Some(note) = needs.too_little(options.budget) {
+        progress.note(&note);
+    }
     let mut job = Job {
         source,
         recipe,
@@ -130,6 +136,8 @@ pub fn quantize<B: Backend>(
         threads: Pool::new(options.threads),
         calibration,
         samples: samples.len(),
+        limits,
+        shares: needs.spend(options.budget),
         plan,
         run,
         timing: Timing::default(),
@@ -154,6 +162,8 @@ struct Job<'a> {
     threads: Pool,
     calibration: Calibration<'a>,
     samples: usize,
+    limits: RunnerLimits,
+    shares: Shares,
     plan: Plan,
     run: Run,
     timing: Timing,
@@ -190,18 +200,14 @@ impl Job<'_> {
             let (receipt, non_finite) = copy_shard(self.source, self.run.directory(), shard)?;
             self.run.record(FinishedShard { receipt, layer: None, non_finite })?;
         }
+        // What was looked at of every tensor (its sample, its edges) is not needed again.
+        self.source.release();
         self.timing.copies = began.elapsed().as_secs_f64();
         check(progress)
     }
 
     fn layer_work(&self, layer: usize) -> LayerWork<'_> {
-        LayerWork {
-            source: self.source,
-            recipe: self.recipe,
-            layer,
-            threads: &self.threads,
-            budget_bytes: self.options.budget_bytes,
-        }
+        LayerWork { source: self.source, recipe: self.recipe, layer, threads: &self.threads, shares: self.shares }
     }
 
     fn begin_shard(&self, shard: &LayerShard) -> Result<ShardWriter> {
@@ -239,14 +245,13 @@ impl Job<'_> {
         if self.plan.layers.iter().all(|s| self.run.finished(&s.file).is_some()) {
             return Ok(());
         }
-        let budget = self.options.budget_bytes;
-        let tokens = self.calibration.tokens();
-        let limits = RunnerLimits { max_rows: 512.min(tokens), max_tokens: self.calibration.longest(), slots: 16 };
-        let mut runner = Runner::new(backend, text, limits)?;
+        let (tokens, shares) = (self.calibration.tokens(), self.shares);
+        let mut runner = Runner::new(backend, text, self.limits)?;
         let (width, hidden) = (runner.stream_width(), text.hidden_size);
-        let mut streams = RowStore::new(&self.run.working_file("streams.work"), tokens, width, budget / 4)?;
-        let mut x = RowStore::new(&self.run.working_file("inputs.work"), tokens, hidden, budget / 8)?;
-        let batches = self.calibration.batches((budget / 32 / (width * size_of::<f32>())).clamp(1, 1 << 14));
+        let mut streams =
+            RowStore::new(&self.run.working_file("streams.work"), tokens, width, shares.streams_in_memory)?;
+        let mut x = RowStore::new(&self.run.working_file("inputs.work"), tokens, hidden, shares.inputs_in_memory)?;
+        let batches = self.calibration.batches(shares.batch_rows);
         let mut selections: Vec<Selections> = vec![Selections::default(); batches.len()];
         let start = match self.run.streams_at() {
             Some(layer) => {
@@ -274,6 +279,7 @@ impl Job<'_> {
                 batches: &batches,
             };
             self.layer(layer, &mut pass, progress)?;
+            self.source.release();
             progress.advance(self.layer_units(layer).1);
             if self.shard_of(layer).is_some() {
                 self.timing.layers.push((layer, began.elapsed().as_secs_f64()));

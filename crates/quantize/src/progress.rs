@@ -17,6 +17,11 @@ pub trait Progress {
         let _ = text;
     }
 
+    /// Something that the caller should know before the work begins.
+    fn note(&mut self, text: &str) {
+        let _ = text;
+    }
+
     /// Asked between steps, and after everything that has become durable: `false` ends the run with
     /// [`Error::Interrupted`](crate::error::Error::Interrupted), leaving a directory that can be resumed.
     fn proceed(&mut self) -> bool {

@@ -1,7 +1,7 @@
 //! Rows of f32 that may be too many for memory: residual streams and expert inputs of all calibration tokens.
 //!
-//! A store keeps its rows in memory, or in a working file when they would take too large a part of the budget. The values
-//! are the same either way.
+//! A store keeps its rows in memory, or in a working file where the budget has no room for them. The values are the same
+//! either way.
 
 use std::fs::{File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -24,10 +24,10 @@ enum Place {
 }
 
 impl RowStore {
-    /// A store of zeros; in memory if it takes at most `memory_bytes`, otherwise in the file `path`.
-    pub(crate) fn new(path: &Path, rows: usize, width: usize, memory_bytes: usize) -> Result<Self> {
+    /// A store of zeros, in memory or in the file `path`.
+    pub(crate) fn new(path: &Path, rows: usize, width: usize, in_memory: bool) -> Result<Self> {
         let bytes = rows * width * size_of::<f32>();
-        let place = if bytes <= memory_bytes {
+        let place = if in_memory {
             Place::Memory(vec![0.0; rows * width])
         } else {
             let file = OpenOptions::new().read(true).write(true).create(true).truncate(true).open(path);
@@ -141,8 +141,8 @@ mod tests {
     fn memory_and_file_hold_the_same_rows() {
         let folder = tempfile::tempdir().unwrap();
         let mut stores = [
-            RowStore::new(&folder.path().join("a"), 10, 3, usize::MAX).unwrap(),
-            RowStore::new(&folder.path().join("b"), 10, 3, 0).unwrap(),
+            RowStore::new(&folder.path().join("a"), 10, 3, true).unwrap(),
+            RowStore::new(&folder.path().join("b"), 10, 3, false).unwrap(),
         ];
         assert!(stores[0].in_memory() && !stores[1].in_memory());
         let values: Vec<f32> = (0..30).map(|i| i as f32).collect();

@@ -11,7 +11,7 @@ use glimmer_checkpoint::{Bytes, Checkpoint, DType, Inventory, TensorData};
 use glimmer_quantize::gates::{VerifyOptions, verify};
 use glimmer_quantize::report::Outcome;
 use glimmer_quantize::{
-    CalibrationSample, Error, Finished, ImageFeatures, Options, Progress, Recipe, Result, SaveStreams, quantize,
+    Budget, CalibrationSample, Error, Finished, ImageFeatures, Options, Progress, Recipe, Result, SaveStreams, quantize,
 };
 use glimmer_tensor::Cpu;
 use tempfile::TempDir;
@@ -163,7 +163,12 @@ fn bytes_do_not_depend_on_threads_budget_or_saved_streams() {
     let source = tiny();
     let (_a, first) = fresh();
     run(&source, &Recipe::default(), &first).unwrap();
-    for (threads, budget_bytes, save_streams) in [(1, 1 << 30, SaveStreams::Never), (3, 1 << 16, SaveStreams::Always)] {
+    let least = Budget::Bytes(0);
+    for (threads, budget, save_streams) in [
+        (1, Budget::Bytes(1 << 30), SaveStreams::Never),
+        (3, least, SaveStreams::Always),
+        (4, Budget::Automatic { free_bytes: None }, SaveStreams::Never),
+    ] {
         let (_b, other) = fresh();
         let other = Options { threads, budget_bytes, save_streams, ..other };
         let done = quantize(Cpu::new(threads), &source, &samples(&source), &Recipe::default(), &other, &mut ());

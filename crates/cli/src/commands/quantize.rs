@@ -6,9 +6,10 @@ use anyhow::{Context as _, anyhow, bail};
 use glimmer_bench::{PictureEncoder, calibration_samples, read_calibration};
 use glimmer_checkpoint::Checkpoint;
 use glimmer_quantize::{
-    CalibratedExperts, CalibrationSample, Error, Method, Options, Progress, Recipe, gptq::Order, quantize,
-    scales::ScaleRule,
+    Budget, CalibratedExperts, CalibrationSample, Error, Method, Options, Progress, Recipe, gptq::Order,
+    quantize, scales::ScaleRule,
 };
+use glimmer_server::sizing::host_memory;
 use glimmer_tensor::Cpu;
 use indicatif::ProgressBar;
 
@@ -21,16 +22,11 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     if recipe.method == Method::Rtn && args.calib.is_some() {
         bail!("--calib: `--method rtn` rounds without calibration; leave one of the two out");
     }
-    let budget = args.budget_gib * f64::from(1 << 30);
-    if !(budget.is_finite() && budget >= 1.0) {
-        bail!("--budget-gib {}: expected a positive number of GiB", args.budget_gib);
-    }
+    let budget = budget(args.budget_gib)?;
     let source = open::model(args.source.as_deref())?;
     let calibration = if recipe.method == Method::Rtn { None } else { Some(calibration(args, &source, threads)?) };
     let samples = calibration.as_ref().map_or(&[][..], |c| &c.samples);
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive and finite; saturates")]
-    let options =
-        Options { budget_bytes: budget as usize, threads, resume: args.resume, ..Options::new(args.out.clone()) };
+    let options = Options { budget, threads, resume: args.resume, ..Options::new(args.out.clone()) };
     let mut bar = Bar { bar: progress::bar(0, "quantizing") };
     let finished =
         quantize(Cpu::new(threads), &source, samples, &recipe, &options, &mut bar).map_err(|error| {
@@ -66,6 +62,19 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     let source = args.source.as_ref().map_or(String::new(), |dir| format!(" --source {}", quoted(dir)));
     writeln!(out, "next: glimmer verify --artifact {}{source}", quoted(&args.out))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// The budget asked for, or one that goes by what is free.
+fn budget(asked_gib: Option<f64>) -> anyhow::Result<Budget> {
+    let Some(gib) = asked_gib else {
+        return Ok(Budget::Automatic { free_bytes: host_memory().map(|(_, free)| free) });
+    };
+    let bytes = gib * f64::from(1 << 30);
+    if !(bytes.is_finite() && bytes >= 1.0) {
+        bail!("--budget-gib {gib}: expected a positive number of GiB");
+    }
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive and finite; saturates")]
+    Ok(Budget::Bytes(bytes as usize))
 }
 
 /// A path as a shell takes it.
@@ -142,6 +151,10 @@ impl Progress for Bar {
 
     fn advance(&mut self, units: u64) {
         self.bar.inc(units);
+    }
+
+    fn note(&mut self, text: &str) {
+        self.bar.suspend(|| failure::warn(&[text.to_owned()]));
     }
 
     fn phase(&mut self, text: &str) {
