@@ -17,7 +17,7 @@ pub enum Error {
     #[error(transparent)]
     Damage(#[from] Damage),
     /// The operating system refuses.
-    #[error("`{}`: cannot {action}: {source}; check that the path exists, is readable or writable, and has space", path.display())]
+    #[error("`{}`: cannot {action}: {source}; {}", path.display(), file_remedy(source))]
     Io {
         /// The file or directory.
         path: PathBuf,
@@ -62,6 +62,27 @@ impl Error {
     ) -> Self {
         Self::Invalid { subject: subject.into(), expected: expected.into(), found: found.to_string(), remedy }
     }
+}
+
+/// What to do when the operating system refuses to read or write a file.
+pub fn file_remedy(error: &io::Error) -> &'static str {
+    io_remedy(error.kind()).unwrap_or("check the path and the disk behind it")
+}
+
+/// What to do about an error of the operating system, where its kind tells.
+pub fn io_remedy(kind: io::ErrorKind) -> Option<&'static str> {
+    use io::ErrorKind as Kind;
+    Some(match kind {
+        Kind::NotFound => "check the path",
+        Kind::PermissionDenied => "check who may read or write there",
+        Kind::StorageFull | Kind::QuotaExceeded | Kind::FileTooLarge => "make room on that disk and repeat the command",
+        Kind::ReadOnlyFilesystem => "name a place that can be written",
+        Kind::IsADirectory => "name a file",
+        Kind::NotADirectory => "name a directory",
+        Kind::AlreadyExists => "name another one, or remove it",
+        Kind::InvalidData => "it must be UTF-8 text",
+        _ => return None,
+    })
 }
 
 /// A broken rule of the container.

@@ -27,7 +27,7 @@ pub use config::{
 };
 pub use data::{Bytes, DType, TensorData};
 pub use digest::Digest;
-pub use error::{Damage, Error, Fault};
+pub use error::{Damage, Error, Fault, file_remedy, io_remedy};
 pub use inspect::{Inspection, Storage, inspect, inspect_open};
 pub use inventory::{ExpertMatrix, Group, Inventory, Projection, TensorSpec};
 pub use manifest::Manifest;

@@ -9,9 +9,10 @@ use crate::load_args::{BenchGridArgs, BenchServeArgs};
 /// Quantize, verify, run and evaluate GLM-5.3-Flash models.
 ///
 /// A MODEL is a directory with config.json and safetensors shards: the BF16 checkpoint or a W4A16 artifact made from it.
-/// Where MODEL is left out, the small trained model inside this program is used.
+/// Where MODEL is left out, the small trained model inside this program is used. --source names the checkpoint that an
+/// artifact is made from, --artifact the artifact, --out what is written.
 #[derive(Debug, Parser)]
-#[command(name = "glimmer", version, max_term_width = 110, arg_required_else_help = true)]
+#[command(name = "glimmer", version, max_term_width = 110, arg_required_else_help = true, after_help = EXIT_CODES)]
 pub(crate) struct Cli {
     /// What to do.
     #[command(subcommand)]
@@ -22,6 +23,10 @@ pub(crate) struct Cli {
     pub(crate) threads: Option<u16>,
 }
 
+const EXIT_CODES: &str = "\
+Exit codes: 0 done; 1 the answer is no (a gate, a check or a comparison failed, a model is damaged or does not fit, a \
+load test got no answer); 2 wrong flags, or an error; 130 ended by Ctrl-C";
+
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
     /// The whole chain on the embedded model, in under a minute: start here
@@ -29,14 +34,15 @@ pub(crate) enum Command {
     /// Quantizes the embedded BF16 model, verifies the artifact, evaluates both, measures how far they are apart and how
     /// many drafts are accepted, and answers a question with reasoning, a tool request and a question about a picture.
     Demo(DemoArgs),
-    /// What a model directory or a config.json holds: groups, bytes, what is quantized
+    /// What a model directory or a config.json holds: groups, bytes, what is quantized; exit code 1 when something is wrong
+    /// with it
     Inspect(InspectArgs),
     /// What a model and the flags of a server need of memory on each device, and what fits; exit code 1 when it does not
     #[command(disable_help_flag = true)]
     Plan(PlanArgs),
     /// Quantize the routed experts of a BF16 (or block-FP8) checkpoint to INT4, keep all else byte for byte
     Quantize(QuantizeArgs),
-    /// Check an artifact with static gates; exit code 1 when one fails
+    /// Check an artifact with static gates; exit code 1 when one fails, 2 when there is nothing to judge
     Verify(VerifyArgs),
     /// Answer one prompt
     Generate(GenerateArgs),
@@ -129,7 +135,11 @@ pub(crate) struct ServeArgs {
 #[derive(Debug, Args)]
 pub(crate) struct InspectArgs {
     /// Model directory or a lone config.json (default: the embedded model)
+    #[arg(value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
+    /// The same, as other commands take it
+    #[arg(long = "model", short = 'm', value_name = "MODEL", conflicts_with = "model")]
+    pub(crate) named: Option<PathBuf>,
     /// Show what the W4A16 artifact of this checkpoint would hold
     #[arg(long)]
     pub(crate) as_w4a16: bool,
@@ -244,8 +254,11 @@ pub(crate) struct QuantizeArgs {
 #[derive(Debug, Args)]
 pub(crate) struct VerifyArgs {
     /// The artifact
-    #[arg(long, value_name = "DIR")]
-    pub(crate) artifact: PathBuf,
+    #[arg(value_name = "ARTIFACT", required_unless_present = "named")]
+    pub(crate) artifact: Option<PathBuf>,
+    /// The same, as other commands take it
+    #[arg(long = "artifact", value_name = "ARTIFACT", conflicts_with = "artifact")]
+    pub(crate) named: Option<PathBuf>,
     /// The checkpoint that it was made from; without it the comparing gates are skipped
     #[arg(long, value_name = "DIR")]
     pub(crate) source: Option<PathBuf>,
@@ -314,7 +327,7 @@ pub(crate) struct PromptArgs {
 #[derive(Debug, Args)]
 pub(crate) struct GenerateArgs {
     /// Model directory (default: the embedded model)
-    #[arg(long, short, value_name = "DIR")]
+    #[arg(long, short, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     /// The question; `-` reads it from standard input
     pub(crate) prompt: String,
@@ -347,7 +360,7 @@ pub(crate) struct GenerateArgs {
 #[derive(Debug, Args)]
 pub(crate) struct ChatArgs {
     /// Model directory (default: the embedded model)
-    #[arg(long, short, value_name = "DIR")]
+    #[arg(long, short, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) prompting: PromptArgs,
@@ -374,7 +387,7 @@ pub(crate) struct EvalArgs {
     #[arg(value_name = "URL", conflicts_with_all = ["kld_against", "acceptance", "draft_depth"])]
     pub(crate) url: Option<String>,
     /// Model directory (default: the embedded model); with a URL the model's name there (default: the first it lists)
-    #[arg(long, short, value_name = "DIR")]
+    #[arg(long, short, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     /// Task file (JSONL) or the name of an embedded one; may be given several times (default: all embedded ones)
     #[arg(long, value_name = "TASK")]
@@ -389,9 +402,9 @@ pub(crate) struct EvalArgs {
     /// With or without reasoning
     #[arg(long, value_enum, default_value = "both")]
     pub(crate) thinking: Thinking,
-    /// Measure the KL divergence of --model from this model (without DIR: the embedded one) on the token panel, instead
+    /// Measure the KL divergence of --model from this model (without MODEL: the embedded one) on the token panel, instead
     /// of tasks
-    #[arg(long, value_name = "DIR", num_args = 0..=1, conflicts_with_all = ["task", "acceptance"])]
+    #[arg(long, value_name = "MODEL", num_args = 0..=1, conflicts_with_all = ["task", "acceptance"])]
     pub(crate) kld_against: Option<Option<PathBuf>>,
     /// Documents for the panel (JSONL with input_ids; default: the embedded 200)
     #[arg(long, value_name = "FILE", requires = "kld_against")]
@@ -513,7 +526,7 @@ pub(crate) struct ReplayArgs {
     #[arg(value_name = "FILE")]
     pub(crate) log: PathBuf,
     /// Model directory that the log was recorded with (default: the embedded model)
-    #[arg(long, short, value_name = "DIR")]
+    #[arg(long, short, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) device: DeviceArgs,
@@ -579,7 +592,7 @@ pub(crate) struct BenchStepArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchParityArgs {
     /// Model directory (default: the embedded model)
-    #[arg(long, short, value_name = "DIR")]
+    #[arg(long, short, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     /// Directory with the task files and documents.jsonl
     #[arg(long, value_name = "DIR", default_value = "data/eval")]
@@ -634,7 +647,7 @@ pub(crate) struct BenchSoakArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchExactnessArgs {
     /// Model directory (default: the embedded model)
-    #[arg(long, short, value_name = "DIR")]
+    #[arg(long, short, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     /// Directory with the task files and documents.jsonl
     #[arg(long, value_name = "DIR", default_value = "data/eval")]
@@ -667,7 +680,7 @@ pub(crate) struct BenchKernelsArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchModelArgs {
     /// Model directory (default: the embedded model)
-    #[arg(long, short, value_name = "DIR")]
+    #[arg(long, short, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     /// Tokens of each prompt
     #[arg(long, default_value_t = 256, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
@@ -688,7 +701,7 @@ pub(crate) struct BenchModelArgs {
 #[derive(Debug, Args)]
 pub(crate) struct BenchPrefixCostArgs {
     /// Model directory (default: the embedded model)
-    #[arg(long, short, value_name = "DIR")]
+    #[arg(long, short, value_name = "MODEL")]
     pub(crate) model: Option<PathBuf>,
     /// Prompts at once
     #[arg(long, default_value_t = 4, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=1024))]

@@ -2,6 +2,8 @@
 
 use std::io::Write as _;
 
+use glimmer_checkpoint::io_remedy;
+
 use crate::progress::{RED, YELLOW};
 
 /// Prints an error for people. A standard error that is closed or full is no reason to panic.
@@ -50,6 +52,11 @@ pub(crate) fn explain(error: &anyhow::Error) -> String {
             text = format!("{text}: {cause}");
         }
     }
+    // Libraries say what to do; where only the system has spoken, its kind of error does.
+    let system = error.chain().find_map(|cause| cause.downcast_ref::<std::io::Error>());
+    if let Some(remedy) = system.and_then(|e| io_remedy(e.kind())).filter(|remedy| !text.contains(remedy)) {
+        text = format!("{text}; {remedy}");
+    }
     text
 }
 
@@ -95,6 +102,10 @@ mod tests {
         let json = serde_json::to_writer(Closed, &1).unwrap_err();
         assert!(is_broken_pipe(&json.into()), "JSON is written through its own error type");
         let named = Err::<(), _>(full()).context("cannot write x").unwrap_err();
-        assert!(explain(&named).starts_with("cannot write x: "));
+        let text = explain(&named);
+        assert!(
+            text.starts_with("cannot write x: ") && text.ends_with("; make room on that disk and repeat the command"),
+            "{text}"
+        );
     }
 }

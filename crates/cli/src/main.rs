@@ -7,6 +7,7 @@ mod commands;
 mod device;
 mod embedded;
 mod failure;
+mod interrupt;
 mod load_args;
 mod logging;
 mod open;
@@ -31,7 +32,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs one command. Exit codes: 0 done, 1 a check failed (`verify`, `replay`, `doctor`), 2 an error.
+/// Runs one command. Exit codes: 0 done, 1 the answer is no (a check failed), 2 an error; `--help` says the same.
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let threads = open::threads(cli.threads);
     match cli.command {

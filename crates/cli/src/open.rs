@@ -4,6 +4,7 @@ use std::path::Path;
 
 use anyhow::{Context as _, bail};
 use glimmer_checkpoint::{Bytes, Checkpoint};
+use glimmer_quantize::is_unfinished;
 
 use crate::embedded;
 
@@ -14,7 +15,14 @@ use crate::embedded;
 pub(crate) fn model(directory: Option<&Path>) -> anyhow::Result<Checkpoint> {
     match directory {
         Some(directory) => {
-            Checkpoint::open(directory).with_context(|| format!("cannot open the model in {}", directory.display()))
+            let opened = Checkpoint::open(directory);
+            if opened.is_err() && is_unfinished(directory) {
+                let directory = directory.display();
+                bail!(
+                    "{directory}: its quantization was interrupted; repeat that command with --resume (--out {directory})"
+                );
+            }
+            opened.with_context(|| format!("cannot open the model in {}", directory.display()))
         }
         None => embedded_model(),
     }

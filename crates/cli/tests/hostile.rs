@@ -86,7 +86,7 @@ fn values_out_of_range_are_named_with_their_range() {
 #[test]
 fn options_that_would_be_ignored_are_refused() {
     refused(&["generate", "--raw", "--no-thinking", "hi"], &["'--raw' cannot be used with '--no-thinking'"]);
-    refused(&["eval", "--documents", "x"], &["  --kld-against [<DIR>]"]);
+    refused(&["eval", "--documents", "x"], &["  --kld-against [<MODEL>]"]);
     refused(&["generate", "--nvrtc", "/absent", "hi"], &["--nvrtc", "--device cuda"]);
     refused(&["eval", "--acceptance", "--kld-against"], &["cannot be used with"]);
     let folder = tempfile::tempdir().expect("a directory");
@@ -348,12 +348,28 @@ fn a_full_output_is_an_error_and_no_panic() {
 }
 
 #[test]
+fn models_are_named_alike_and_exit_codes_are_told() {
+    let inspected = |arguments: &[&str]| {
+        let output = glimmer(arguments);
+        assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    assert_eq!(inspected(&["inspect", MICRO]), inspected(&["inspect", "-m", MICRO]));
+    for arguments in [&["verify", MICRO][..], &["verify", "--artifact", MICRO]] {
+        assert_eq!(glimmer(arguments).status.code(), Some(1), "no artifact: {arguments:?}");
+    }
+    assert!(refusal(&["verify"]).contains("<ARTIFACT>"));
+    refused(&["verify", MICRO, "--artifact", MICRO], &["cannot be used with"]);
+    assert!(inspected(&["--help"]).contains("Exit codes: 0 done; 1 the answer is no"));
+}
+
+#[test]
 fn directories_in_use_are_left_alone() {
     let folder = tempfile::tempdir().expect("a directory");
     fs::write(folder.path().join("notes.txt"), "mine").expect("written");
     let out = folder.path().to_str().expect("UTF-8");
-    refused(&["quantize", "--method", "rtn", "--out", out], &["is not empty (notes.txt)"]);
-    refused(&["quantize", "--method", "rtn", "--resume", "--out", out], &["is not empty (notes.txt)"]);
+    refused(&["quantize", "--method", "rtn", "--out", out], &["is not empty (it holds `notes.txt`)"]);
+    refused(&["quantize", "--method", "rtn", "--resume", "--out", out], &["is not empty (it holds `notes.txt`)"]);
     refused(&["synth", "--config", &format!("{MICRO}/config.json"), "--out", out], &["expected an empty directory"]);
     refused(&["demo", "--keep", out], &["the directory is not empty"]);
     assert_eq!(fs::read_dir(folder.path()).expect("listed").count(), 1);

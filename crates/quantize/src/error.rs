@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use glimmer_checkpoint::file_remedy;
+
 use crate::hessian::NonFinite;
 
 /// Result of an operation of this crate.
@@ -32,7 +34,7 @@ pub enum Error {
         col: usize,
     },
     /// The operating system refuses.
-    #[error("`{}`: cannot {action}: {source}", path.display())]
+    #[error("`{}`: cannot {action}: {source}; {}", path.display(), file_remedy(source))]
     Io {
         /// File or directory.
         path: PathBuf,
@@ -65,11 +67,17 @@ pub enum Error {
         /// What was found.
         found: String,
     },
-    /// The artifact's directory is in use.
+    /// The artifact's directory holds an interrupted run, and nobody asked to go on with it.
     #[error(
-        "`{}` is not empty ({found}); give a new directory, or resume if it is an interrupted run of this program",
+        "`{}` holds an interrupted run; repeat its command with --resume to go on, or give a new directory",
         path.display()
     )]
+    Unfinished {
+        /// The directory.
+        path: PathBuf,
+    },
+    /// The artifact's directory is in use.
+    #[error("`{}` is not empty (it holds `{found}`) and is no interrupted run; give a new or empty directory", path.display())]
     NotEmpty {
         /// The directory.
         path: PathBuf,
@@ -84,18 +92,16 @@ pub enum Error {
     },
     /// An interrupted run was made from something else.
     #[error(
-        "`{}` holds an interrupted run with another {field} (then {found}, now {expected}); repeat it with the same inputs, or start anew in another directory",
+        "`{}` holds a run with another {what}: {differences}; repeat it as it was begun, or start anew in another directory",
         path.display()
     )]
     OtherRun {
         /// The directory.
         path: PathBuf,
-        /// What differs.
-        field: &'static str,
-        /// What this run has.
-        expected: String,
-        /// What the interrupted run had.
-        found: String,
+        /// What differs: `source`, `recipe` or `calibration`.
+        what: &'static str,
+        /// The fields that differ, then and now.
+        differences: String,
     },
     /// Calibration is needed and there is none.
     #[error("method `gptq` needs calibration samples, and there are none; give a calibration file or use method `rtn`")]
@@ -119,7 +125,7 @@ pub enum Error {
         found: String,
     },
     /// The caller asked to stop. The directory can be resumed.
-    #[error("interrupted; what is finished is kept, resume to go on")]
+    #[error("interrupted; what is finished is kept: repeat the command with --resume to go on")]
     Interrupted,
 }
 

@@ -34,6 +34,7 @@ use crate::progress::Progress;
 use crate::recipe::{Method, Recipe};
 use crate::report::{LayerReport, REPORT_JSON, REPORT_PAGE, Report, Timing};
 use crate::rows::RowStore;
+use crate::source_files::source_files;
 use crate::state::{FinishedShard, Inputs, Run, Start};
 
 /// When the residual streams are saved besides the shards.
@@ -114,7 +115,7 @@ pub fn quantize<B: Backend>(
             found: e.to_string(),
         })?,
     };
-    let run = match Run::open(&options.out, inputs, options.resume)? {
+    let run = match Run::open(&options.out, inputs, source_files(source), options.resume)? {
         Start::Work(run) => *run,
         Start::Finished(manifest) => {
             let report = serde_json::from_value(manifest.statistics).map_err(|e| Error::NotEmpty {

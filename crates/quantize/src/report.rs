@@ -117,6 +117,11 @@ impl Spread {
     }
 }
 
+/// The word for a setting, as flags and JSON have it.
+fn word(setting: impl Serialize) -> String {
+    serde_json::to_value(setting).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
+}
+
 impl LayerReport {
     fn of_kind(&self, projection: &str) -> impl Iterator<Item = &MatrixReport> {
         let suffix = format!(".{projection}");
@@ -146,12 +151,12 @@ impl Report {
         };
         line(format_args!("# Quantization report\n"));
         line(format_args!(
-            "{count} matrices, {:?}, order {:?}, scales {:?}, dampening {}, experts {:?}, shrinkage {}.",
-            r.method,
-            r.order,
-            r.scales,
+            "{count} matrices, method {}, order {}, scales {}, dampening {}, experts {}, shrinkage {}.",
+            word(r.method),
+            word(r.order),
+            word(r.scales),
             r.damp,
-            r.experts,
+            word(r.experts),
             r.shrink.map_or_else(|| "n".to_owned(), |k| k.to_string()),
         ));
         line(format_args!("Calibrated on {} tokens in {} samples.\n", self.tokens, self.samples));
@@ -192,7 +197,7 @@ impl Report {
         if !fallbacks.is_empty() {
             line(format_args!("\n## Rounded to nearest for want of a usable Hessian\n"));
             for m in fallbacks {
-                line(format_args!("- `{}`: {} tokens, {:?}", m.name, m.tokens, m.outcome));
+                line(format_args!("- `{}`: {} tokens, {}", m.name, m.tokens, word(m.outcome)));
             }
         }
         if !self.non_finite.is_empty() {

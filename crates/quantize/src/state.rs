@@ -20,12 +20,18 @@ use crate::copy::NonFiniteTensor;
 use crate::error::{Error, Result};
 use crate::report::LayerReport;
 use crate::rows::RowStore;
+use crate::source_files::{SourceFile, changed};
 
 /// The hidden folder.
 pub(crate) const FOLDER: &str = ".quantize";
 const STATE_FILE: &str = "state.json";
 /// Held locked by the run at work; the lock goes with the process, however it ends.
 const LOCK_FILE: &str = "lock";
+
+/// Whether a directory holds an interrupted run: begun, and not yet an artifact.
+pub fn is_unfinished(directory: &Path) -> bool {
+    directory.join(FOLDER).join(STATE_FILE).is_file()
+}
 
 /// What the artifact depends on.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -54,6 +60,9 @@ pub(crate) struct FinishedShard {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct State {
     inputs: Inputs,
+    /// The source's shards when the run began.
+    #[serde(default)]
+    source_files: Vec<SourceFile>,
     /// By file name.
     shards: BTreeMap<String, FinishedShard>,
     streams: Option<SavedStreams>,
@@ -91,18 +100,21 @@ impl Run {
     ///
     /// # Errors
     /// [`Error::NotEmpty`], [`Error::Busy`], [`Error::OtherRun`], or what the file system says.
-    pub(crate) fn open(directory: &Path, inputs: Inputs, resume: bool) -> Result<Start> {
+    pub(crate) fn open(directory: &Path, inputs: Inputs, source_files: Vec<SourceFile>, resume: bool) -> Result<Start> {
         if directory.is_symlink() && !directory.exists() {
             let nothing = std::io::Error::new(std::io::ErrorKind::NotFound, "it leads nowhere; make its target first");
             return Err(Error::io(directory, "follow the link", nothing));
         }
         let folder = directory.join(FOLDER);
-        let fresh = State { inputs, shards: BTreeMap::new(), streams: None };
+        let fresh = State { inputs, source_files, shards: BTreeMap::new(), streams: None };
         // Nothing besides a folder in which nothing has been begun.
         let unused = |found: &[String]| -> Result<bool> {
             Ok(found.iter().all(|name| name == FOLDER) && list(&folder)?.iter().all(|name| name == LOCK_FILE))
         };
         let refuse = |found: &[String]| {
+            if is_unfinished(directory) {
+                return Err(Error::Unfinished { path: directory.to_owned() });
+            }
             let found = found.first().cloned().unwrap_or_default();
             Err(Error::NotEmpty { path: directory.to_owned(), found })
         };
@@ -129,6 +141,9 @@ impl Run {
                 let state: State = serde_json::from_slice(&text)
                     .map_err(|e| Error::io(&path, "understand", std::io::Error::other(e)))?;
                 compare(directory, &fresh.inputs, &state.inputs)?;
+                if let Some(differences) = changed(&state.source_files, &fresh.source_files) {
+                    return Err(Error::OtherRun { path: directory.to_owned(), what: "source", differences });
+                }
                 let state = State { inputs: fresh.inputs, ..state };
                 let mut run = Self { directory: directory.to_owned(), state, _lock: lock };
                 run.drop_damaged()?;
@@ -296,22 +311,44 @@ fn lock(directory: &Path, folder: &Path) -> Result<fs::File> {
 }
 
 /// Refuses to go on with other inputs.
-fn compare(directory: &Path, expected: &Inputs, found: &Inputs) -> Result<()> {
-    let differ = |field, expected: String, found: String| {
-        Err(Error::OtherRun { path: directory.to_owned(), field, expected, found })
+fn compare(directory: &Path, now: &Inputs, then: &Inputs) -> Result<()> {
+    let refuse = |what, differences: Vec<String>| {
+        Err(Error::OtherRun { path: directory.to_owned(), what, differences: differences.join(", ") })
     };
-    if expected.source != found.source {
-        return differ("source", format!("{:?}", expected.source), format!("{:?}", found.source));
+    if now.source != then.source {
+        let value = |source: &SourceIdentity| serde_json::to_value(source).unwrap_or(Value::Null);
+        return refuse("source", differences(&value(&then.source), &value(&now.source)));
     }
     // Through text, as the other one has come: a reader may round the last digit of a long number.
-    let stored = serde_json::from_str(&expected.recipe.to_string()).unwrap_or(Value::Null);
-    if found.recipe != stored {
-        return differ("recipe", expected.recipe.to_string(), found.recipe.to_string());
+    let stored = serde_json::from_str(&now.recipe.to_string()).unwrap_or(Value::Null);
+    if then.recipe != stored {
+        return refuse("recipe", differences(&then.recipe, &stored));
     }
-    if expected.calibration != found.calibration {
-        return differ("calibration", expected.calibration.clone(), found.calibration.clone());
+    if now.calibration != then.calibration {
+        let of = |inputs: &Inputs| Value::String(inputs.calibration.clone());
+        return refuse("calibration", vec![difference("samples (SHA-256)", &of(then), &of(now))]);
     }
     Ok(())
+}
+
+/// The fields in which two objects differ, then and now.
+fn differences(then: &Value, now: &Value) -> Vec<String> {
+    let (Value::Object(old), Value::Object(new)) = (then, now) else { return vec![difference("value", then, now)] };
+    let absent = Value::Null;
+    let all = old.keys().chain(new.keys().filter(|key| !old.contains_key(*key)));
+    all.map(|key| (key, old.get(key).unwrap_or(&absent), new.get(key).unwrap_or(&absent)))
+        .filter(|(_, old, new)| old != new)
+        .map(|(key, old, new)| difference(key, old, new))
+        .collect()
+}
+
+fn difference(field: &str, then: &Value, now: &Value) -> String {
+    let plain = |value: &Value| match value {
+        Value::Null => "none".to_owned(),
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    };
+    format!("{field} was {} and is {} now", plain(then), plain(now))
 }
 
 /// Names in a directory, sorted; none if it does not exist.

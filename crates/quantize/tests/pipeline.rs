@@ -170,7 +170,7 @@ fn bytes_do_not_depend_on_threads_budget_or_saved_streams() {
         (4, Budget::Automatic { free_bytes: None }, SaveStreams::Never),
     ] {
         let (_b, other) = fresh();
-        let other = Options { threads, budget_bytes, save_streams, ..other };
+        let other = Options { threads, budget, save_streams, ..other };
         let done = quantize(Cpu::new(threads), &source, &samples(&source), &Recipe::default(), &other, &mut ());
         done.unwrap();
         assert_same(&first.out, &other.out);
@@ -218,7 +218,11 @@ fn an_interrupted_run_never_looks_finished_and_resumes_to_the_same_bytes() {
         if at < steps {
             assert!(Checkpoint::open(&options.out).is_err(), "step {at}: config.json came too early");
         }
-        assert!(matches!(go(&options, 1 << 30), Err(Error::NotEmpty { .. })), "a new run does not take over");
+        let judged = verify(&options.out, None, &VerifyOptions::default()).unwrap_err().to_string();
+        assert!(judged.contains("not finished") && judged.contains("--resume"), "step {at}: {judged}");
+        let error = go(&options, 1 << 30).unwrap_err();
+        assert!(matches!(error, Error::Unfinished { .. }), "step {at}: a new run does not take over: {error}");
+        assert!(error.to_string().contains("--resume"), "{error}");
         let options = Options { resume: true, ..options };
         // Interrupted once more, a little later.
         match go(&options, 5) {
@@ -317,6 +321,33 @@ fn a_damaged_or_torn_shard_is_made_again() {
     assert_same(&whole.out, &options.out);
 }
 
+#[test]
+fn a_source_that_changes_between_interruption_and_resumption_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let copy = folder.path().join("source");
+    std::fs::create_dir(&copy).unwrap();
+    for name in contents_with_folder(Path::new(TINY)) {
+        if !name.ends_with(".safetensors") || name.starts_with("model") {
+            std::fs::copy(Path::new(TINY).join(&name), copy.join(&name)).unwrap();
+        }
+    }
+    let (_a, options) = fresh();
+    let source = Checkpoint::open(&copy).unwrap();
+    let stopped = quantize(Cpu::new(1), &source, &samples(&source), &Recipe::default(), &options, &mut Fuse(9));
+    assert!(matches!(stopped, Err(Error::Interrupted)));
+    drop(source);
+    // The first byte of a large tensor: no part of the sample, and the header stays as it is.
+    let path = copy.join("model-00002-of-00005.safetensors");
+    let mut bytes = std::fs::read(&path).unwrap();
+    let tensors = glimmer_checkpoint::header::Header::parse("shard", &bytes).unwrap().tensors;
+    let large = tensors.iter().map(|t| t.range.clone()).find(|range| range.len() > 1000).unwrap();
+    bytes[large.start] ^= 1;
+    std::fs::write(&path, bytes).unwrap();
+    let source = Checkpoint::open(&copy).unwrap();
+    let error = run(&source, &Recipe::default(), &Options { resume: true, ..options }).unwrap_err().to_string();
+    assert!(error.contains("`model-00002-of-00005.safetensors` was written to after the run began"), "{error}");
+}
+
 fn contents_with_folder(directory: &Path) -> Vec<String> {
     std::fs::read_dir(directory).unwrap().map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect()
 }
@@ -329,11 +360,13 @@ fn another_runs_directory_is_refused_with_what_differs() {
     assert!(matches!(stopped, Err(Error::Interrupted)));
     let options = Options { resume: true, ..options };
     let other_recipe = Recipe { damp: 0.02, ..Recipe::default() };
-    assert!(matches!(run(&source, &other_recipe, &options), Err(Error::OtherRun { field: "recipe", .. })));
+    let refused = run(&source, &other_recipe, &options).unwrap_err();
+    let told = "another recipe: damp was 0.01 and is 0.02 now; ";
+    assert!(refused.to_string().contains(told), "only what differs: {refused}");
     let mut other_samples = samples(&source);
     other_samples[0].ids[0] ^= 1;
     let refused = quantize(Cpu::new(1), &source, &other_samples, &Recipe::default(), &options, &mut ());
-    assert!(matches!(refused, Err(Error::OtherRun { field: "calibration", .. })));
+    assert!(matches!(refused, Err(Error::OtherRun { what: "calibration", .. })));
     let other_source = Checkpoint::from_files(
         ["config.json", "model.safetensors.index.json"]
             .into_iter()
@@ -346,14 +379,14 @@ fn another_runs_directory_is_refused_with_what_differs() {
             .collect(),
     );
     let refused = run(&other_source.unwrap(), &Recipe::default(), &options);
-    assert!(matches!(refused, Err(Error::OtherRun { field: "source", .. })));
+    assert!(matches!(refused, Err(Error::OtherRun { what: "source", .. })));
     // The same names, shapes, index and configuration, other weights: a model that was trained further.
     let trained = altered(|_, bytes| {
         let middle = bytes.len() / 2;
         bytes[middle] ^= 1;
     });
     let refused = run(&trained, &Recipe::default(), &options);
-    assert!(matches!(refused, Err(Error::OtherRun { field: "source", .. })));
+    assert!(matches!(refused, Err(Error::OtherRun { what: "source", .. })));
 
     let (folder, options) = fresh();
     let strange = Options { out: folder.path().to_owned(), ..options };

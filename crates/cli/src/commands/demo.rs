@@ -71,7 +71,7 @@ pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
         threads,
         scorers: if place.is_cpu() { threads } else { SCORERS_GPU },
     };
-    let mut bar = Bar { bar: progress::bar(1000, "") };
+    let mut bar = Bar { bar: progress::share(1000, "") };
     let report = on_device!(place, open => {
         let open = |threads| open(threads).map_err(|error| BenchError::model("opening the device", error));
         demo(&input, &open, &mut bar)?

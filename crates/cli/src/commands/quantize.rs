@@ -6,7 +6,7 @@ use anyhow::{Context as _, anyhow, bail};
 use glimmer_bench::{PictureEncoder, calibration_samples, read_calibration};
 use glimmer_checkpoint::Checkpoint;
 use glimmer_quantize::{
-    Budget, CalibratedExperts, CalibrationSample, Error, Method, Options, Progress, Recipe, gptq::Order,
+    Budget, CalibratedExperts, CalibrationSample, Error, Method, Options, Progress, Recipe, gptq::Order, is_unfinished,
     quantize, scales::ScaleRule,
 };
 use glimmer_server::sizing::host_memory;
@@ -14,7 +14,7 @@ use glimmer_tensor::Cpu;
 use indicatif::ProgressBar;
 
 use super::mend::damaged;
-use crate::{args, args::QuantizeArgs, embedded, failure, open, progress};
+use crate::{args, args::QuantizeArgs, embedded, failure, interrupt::Interrupt, open, progress};
 
 /// Makes a W4A16 artifact.
 pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCode> {
@@ -27,13 +27,25 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     let calibration = if recipe.method == Method::Rtn { None } else { Some(calibration(args, &source, threads)?) };
     let samples = calibration.as_ref().map_or(&[][..], |c| &c.samples);
     let options = Options { budget, threads, resume: args.resume, ..Options::new(args.out.clone()) };
-    let mut bar = Bar { bar: progress::bar(0, "quantizing") };
+    let mut bar = Bar { bar: progress::share(0, "quantizing"), interrupt: Interrupt::watch()? };
     let finished =
         quantize(Cpu::new(threads), &source, samples, &recipe, &options, &mut bar).map_err(|error| {
             match (&error, &calibration) {
                 (Error::Calibration { sample, problem }, Some(c)) => {
                     let id = c.ids.get(*sample).map_or("", String::as_str);
                     anyhow!("{}, sample {} ({id}): {problem}", c.file, sample + 1)
+                }
+                (
+                    Error::Interrupted
+                    | Error::Busy { .. }
+                    | Error::NotEmpty { .. }
+                    | Error::OtherRun { .. }
+                    | Error::Unfinished { .. },
+                    _,
+                ) => error.into(),
+                _ if is_unfinished(&args.out) => {
+                    let kept = "what is finished is kept: mend what is wrong and repeat the command with --resume";
+                    anyhow::Error::from(error).context(kept)
                 }
                 _ => error.into(),
             }
@@ -60,7 +72,7 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
         writeln!(out, "{fallbacks} matrices were rounded to nearest: the report in the directory lists them")?;
     }
     let source = args.source.as_ref().map_or(String::new(), |dir| format!(" --source {}", quoted(dir)));
-    writeln!(out, "next: glimmer verify --artifact {}{source}", quoted(&args.out))?;
+    writeln!(out, "next: glimmer verify {}{source}", quoted(&args.out))?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -140,6 +152,7 @@ fn calibration(args: &QuantizeArgs, source: &Checkpoint, threads: usize) -> anyh
 /// Draws the run.
 struct Bar {
     bar: ProgressBar,
+    interrupt: Interrupt,
 }
 
 impl Progress for Bar {
@@ -155,6 +168,10 @@ impl Progress for Bar {
 
     fn note(&mut self, text: &str) {
         self.bar.suspend(|| failure::warn(&[text.to_owned()]));
+    }
+
+    fn proceed(&mut self) -> bool {
+        !self.interrupt.pressed()
     }
 
     fn phase(&mut self, text: &str) {

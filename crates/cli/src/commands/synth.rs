@@ -21,11 +21,10 @@ pub(crate) fn run(args: &SynthArgs) -> anyhow::Result<ExitCode> {
         SynthFormat::W4a16 => glimmer_checkpoint::SynthFormat::W4a16,
     };
     let began = Instant::now();
-    let bar = progress::bar(0, "writing");
+    let bar = progress::bytes("writing");
     let total = synth(&config, &args.out, SynthOptions { format, seed: args.seed, shard_bytes }, &mut |done, all| {
-        bar.set_length(all >> 20);
-        bar.set_position(done >> 20);
-        bar.set_message("MiB");
+        bar.set_length(all);
+        bar.set_position(done);
     })?;
     bar.finish_and_clear();
     let seconds = began.elapsed().as_secs_f64();

@@ -16,11 +16,12 @@ pub(crate) fn run(args: &VerifyArgs, threads: usize) -> anyhow::Result<ExitCode>
     if !(args.max_divergence > 0.0 && args.max_divergence.is_finite()) {
         bail!("--max-divergence {}: expected a number of nats above 0", args.max_divergence);
     }
+    let Some(artifact) = args.artifact.as_deref().or(args.named.as_deref()) else { bail!("name the artifact") };
     let options = VerifyOptions { full: args.full, ..VerifyOptions::default() };
-    let mut verdict = verify(&args.artifact, args.source.as_deref(), &options)?;
+    let mut verdict = verify(artifact, args.source.as_deref(), &options)?;
     // What is damaged need not be run, and would only be reported twice.
     if let Some(source) = args.source.as_deref().filter(|_| args.run && verdict.passed) {
-        verdict.judge_behaviour(|| measure(args, source, threads).map_err(|error| format!("{error:#}")));
+        verdict.judge_behaviour(|| measure(args, source, artifact, threads).map_err(|error| format!("{error:#}")));
     }
     let mut out = anstream::stdout().lock();
     if args.json {
@@ -33,8 +34,8 @@ pub(crate) fn run(args: &VerifyArgs, threads: usize) -> anyhow::Result<ExitCode>
 }
 
 /// The figures of G17.
-fn measure(args: &VerifyArgs, source: &Path, threads: usize) -> anyhow::Result<Behaviour> {
-    let (source, artifact) = (Checkpoint::open(source)?, Checkpoint::open(&args.artifact)?);
+fn measure(args: &VerifyArgs, source: &Path, artifact: &Path, threads: usize) -> anyhow::Result<Behaviour> {
+    let (source, artifact) = (Checkpoint::open(source)?, Checkpoint::open(artifact)?);
     let documents = documents(args.documents.as_deref())?;
     let vocabulary = ModelText::read(&source)?.format.tokenizer().vocab_size();
     let bar = progress::bar(documents.len() as u64, "running both models");

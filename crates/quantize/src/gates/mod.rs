@@ -87,6 +87,17 @@ pub enum VerifyError {
         /// What the system says.
         source: io::Error,
     },
+    /// The quantizer has not finished it.
+    #[error(
+        "{}: this artifact is not finished, its quantization was interrupted; repeat that command with --resume \
+         (glimmer quantize ... --out {} --resume), then verify",
+        path.display(),
+        path.display()
+    )]
+    Unfinished {
+        /// The directory.
+        path: PathBuf,
+    },
     /// The source cannot serve as a reference.
     #[error("{}: the source cannot be used as a reference: {source}", path.display())]
     Source {
@@ -126,6 +137,9 @@ const TENSOR_GATES: [G; 13] =
 pub fn verify(artifact: &Path, source: Option<&Path>, options: &VerifyOptions) -> Result<Verdict, VerifyError> {
     let start = Instant::now();
     let path = artifact;
+    if crate::is_unfinished(path) {
+        return Err(VerifyError::Unfinished { path: path.to_owned() });
+    }
     let unreadable = |source| VerifyError::Artifact { path: path.to_owned(), source };
     let artifact = Directory::open(path).map_err(unreadable)?;
     let mut reference = None;

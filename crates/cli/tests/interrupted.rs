@@ -1,0 +1,74 @@
+//! A quantization that is interrupted, by Ctrl-C or a wrong turn, says how to go on wherever somebody meets it.
+#![cfg(unix)]
+
+use std::{
+    fs,
+    path::Path,
+    process::{Command, Output, Stdio},
+    time::{Duration, Instant},
+};
+
+const MICRO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16");
+
+fn glimmer(arguments: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_glimmer"));
+    command.args(arguments).stdin(Stdio::null()).output().expect("the program starts")
+}
+
+#[track_caller]
+fn refused(arguments: &[&str], wanted: &[&str]) -> String {
+    let output = glimmer(arguments);
+    let error = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(2), "{arguments:?}: {error}");
+    for text in wanted {
+        assert!(error.contains(text), "`{text}` belongs into: {error}");
+    }
+    error
+}
+
+#[test]
+fn ctrl_c_leaves_a_run_that_every_command_knows_how_to_finish() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let (calib, out) = (folder.path().join("c.jsonl"), folder.path().join("q"));
+    let ids = (0..400).map(|i| (7 * i % 3000).to_string()).collect::<Vec<_>>().join(",");
+    fs::write(&calib, format!("{{\"input_ids\": [{ids}]}}\n").repeat(4)).expect("written");
+    let (calib, out) = (calib.to_str().expect("UTF-8"), out.to_str().expect("UTF-8"));
+    let quantize = ["quantize", "--calib", calib, "--out", out];
+    let mut command = Command::new(env!("CARGO_BIN_EXE_glimmer"));
+    let child = command.args(quantize).stdin(Stdio::null()).stderr(Stdio::piped()).stdout(Stdio::null());
+    let child = child.spawn().expect("the program starts");
+    let begun = Path::new(out).join(".quantize/state.json");
+    let limit = Instant::now() + Duration::from_secs(120);
+    while !begun.exists() && Instant::now() < limit {
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    let pressed = Command::new("kill").args(["-INT", &child.id().to_string()]).status();
+    assert!(pressed.expect("there is `kill`").success());
+    let ended = child.wait_with_output().expect("it ends");
+    let error = String::from_utf8_lossy(&ended.stderr);
+    assert_eq!(ended.status.code(), Some(2), "{error}");
+    assert!(error.contains("interrupted") && error.contains("--resume"), "{error}");
+
+    refused(&quantize, &["holds an interrupted run", "--resume"]);
+    refused(&["verify", out], &["not finished", "--resume"]);
+    refused(&["generate", "-m", out, "hi"], &["interrupted", "--resume"]);
+    let other = [&quantize[..], &["--resume", "--damp", "0.02", "--scales", "mse"]].concat();
+    let error = refused(&other, &["another recipe: scales was imse and is mse now, damp was 0.01 and is 0.02 now"]);
+    assert!(!error.contains("shrink"), "only what differs: {error}");
+
+    let resumed = glimmer(&[&quantize[..], &["--resume"]].concat());
+    assert!(resumed.status.success(), "{}", String::from_utf8_lossy(&resumed.stderr));
+    let verified = glimmer(&["verify", out, "--source", MICRO]);
+    assert!(verified.status.success(), "{}", String::from_utf8_lossy(&verified.stdout));
+}
+
+#[test]
+fn a_budget_below_one_layer_is_raised_and_that_is_said() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let out = folder.path().join("q");
+    let output =
+        glimmer(&["quantize", "--method", "rtn", "--budget-gib", "0.001", "--out", out.to_str().expect("UTF-8")]);
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{error}");
+    assert!(error.contains("warning: a budget of 0.00 GiB is less than one layer of this model takes"), "{error}");
+}
