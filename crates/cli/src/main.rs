@@ -8,6 +8,7 @@ mod device;
 mod embedded;
 mod failure;
 mod interrupt;
+mod lines;
 mod load_args;
 mod logging;
 mod open;

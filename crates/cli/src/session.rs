@@ -154,11 +154,17 @@ impl<B: Backend> Session<B> {
         request
     }
 
-    /// Generates and prints an answer as it comes; `quiet` prints nothing.
+    /// Generates and prints an answer as it comes, until `stop` says otherwise; `quiet` prints nothing.
     ///
     /// # Errors
     /// The engine's, and a standard output that went away.
-    pub(crate) fn answer(&mut self, request: Request, tools: &[Value], quiet: bool) -> anyhow::Result<Answered> {
+    pub(crate) fn answer(
+        &mut self,
+        request: Request,
+        tools: &[Value],
+        quiet: bool,
+        stop: &dyn Fn() -> bool,
+    ) -> anyhow::Result<Answered> {
         let tokenizer = self.text.format.tokenizer();
         let schemas = ToolSchemas::new(tools);
         let mode = if tools.is_empty() { ToolMode::Off } else { ToolMode::Parse };
@@ -175,12 +181,13 @@ impl<B: Backend> Session<B> {
                 return Flow::Stop;
             }
             events.append(&mut fresh);
-            Flow::Continue
+            if stop() { Flow::Stop } else { Flow::Continue }
         })?;
         if let Some(error) = failed {
             return Err(error.into());
         }
-        let finish = if output.finish == FinishReason::Length { EngineFinish::Length } else { EngineFinish::Stop };
+        let cut = matches!(output.finish, FinishReason::Length | FinishReason::Abort);
+        let finish = if cut { EngineFinish::Length } else { EngineFinish::Stop };
         let mut rest = Vec::new();
         parser.finish(finish, &mut rest);
         if !quiet {
@@ -210,8 +217,10 @@ impl<B: Backend> Session<B> {
                 .collect();
             line += &format!(", drafts accepted {} ({:.2} tokens a step)", rates.join(" / "), drafts.mean_length());
         }
-        if answered.output.finish == FinishReason::Length {
-            line += "; cut off by --max-tokens or the context";
+        match answered.output.finish {
+            FinishReason::Length => line += "; cut off by --max-tokens or the context",
+            FinishReason::Abort => line += "; interrupted",
+            _ => {}
         }
         line
     }

@@ -1,13 +1,7 @@
 //! `glimmer chat`: a conversation in the terminal.
 
-use std::{
-    io::{BufRead as _, IsTerminal as _, Write as _},
-    path::Path,
-    process::ExitCode,
-    time::Instant,
-};
+use std::{io::Write as _, path::Path, process::ExitCode, time::Instant};
 
-use anyhow::Context as _;
 use glimmer_tensor::Backend;
 use glimmer_text::{Message, Role};
 
@@ -15,14 +9,18 @@ use super::generate::{read_image, user_message};
 use crate::{
     args::ChatArgs,
     device::{Place, on_device},
-    failure, progress,
+    failure,
+    interrupt::Interrupt,
+    lines::{Line, Lines},
+    progress,
     session::Session,
 };
 
 const HELP: &str = "/image FILE  ask the next question about a picture\n\
                     /clear       forget the conversation\n\
                     /help        this\n\
-                    /quit        leave (so does end of input)";
+                    /quit        leave (so does Ctrl-D)\n\
+                    Ctrl-C interrupts an answer; what it said so far stays in the conversation";
 
 /// Reads questions line by line and answers them. Works in a pipe, too: one question a line.
 pub(crate) fn run(args: &ChatArgs, threads: usize) -> anyhow::Result<ExitCode> {
@@ -34,24 +32,27 @@ fn talk<B: Backend>(args: &ChatArgs, backend: B) -> anyhow::Result<ExitCode> {
     let system = || args.prompting.system.iter().map(|text| Message::text(Role::System, text));
     let (mut messages, mut images): (Vec<Message>, Vec<_>) = (system().collect(), Vec::new());
     let mut waiting = Vec::new();
-    let interactive = std::io::stdin().is_terminal();
+    let mut lines = Lines::open()?;
+    // Whoever pipes questions in wants Ctrl-C to end the program.
+    let interrupt = if lines.interactive() { Interrupt::watch()? } else { Interrupt::default() };
     let (bold, dim) = (progress::BOLD, progress::DIM);
-    if interactive {
+    if lines.interactive() {
         writeln!(anstream::stderr(), "{bold}{}{bold:#}. /help lists the commands.", session.name())?;
     }
-    let mut bytes = Vec::new();
     loop {
-        if interactive {
-            write!(anstream::stderr(), "{bold}> {bold:#}")?;
-        }
-        bytes.clear();
-        if std::io::stdin().lock().read_until(b'\n', &mut bytes).context("cannot read standard input")? == 0 {
-            return Ok(ExitCode::SUCCESS);
-        }
-        let Ok(text) = std::str::from_utf8(&bytes).map(str::trim) else {
-            writeln!(anstream::stderr(), "this line is not UTF-8 text and was left out; ask again")?;
-            continue;
+        let text = match lines.next("> ")? {
+            Line::Text(text) => text,
+            Line::NotText => {
+                writeln!(anstream::stderr(), "this line is not UTF-8 text and was left out; ask again")?;
+                continue;
+            }
+            Line::Cancelled => {
+                writeln!(anstream::stderr(), "Ctrl-D or /quit leaves")?;
+                continue;
+            }
+            Line::End => return Ok(ExitCode::SUCCESS),
         };
+        let text = text.trim();
         match text.split_once(char::is_whitespace).unwrap_or((text, "")) {
             ("", _) => {}
             ("/quit" | "/exit", _) => return Ok(ExitCode::SUCCESS),
@@ -71,12 +72,14 @@ fn talk<B: Backend>(args: &ChatArgs, backend: B) -> anyhow::Result<ExitCode> {
             }
             _ => {
                 let began = Instant::now();
+                // A press that came too late for the last answer is not meant for this one.
+                interrupt.take();
                 let (kept_messages, kept_images) = (messages.len(), images.len());
                 messages.push(user_message(text, waiting.len()));
                 images.append(&mut waiting);
                 let answered = session
                     .chat_request(&messages, &[], &images)
-                    .and_then(|request| session.answer(request, &[], false));
+                    .and_then(|request| session.answer(request, &[], false, &|| interrupt.take()));
                 match answered {
                     Ok(answered) => {
                         let mut reply =

@@ -8,6 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
+use glimmer_engine::FinishReason;
 use glimmer_tensor::Backend;
 use glimmer_text::{Content, MediaSource, Message, Part, Role};
 use serde_json::{Value, json};
@@ -46,7 +47,7 @@ fn answer<B: Backend>(args: &GenerateArgs, open: impl FnOnce() -> anyhow::Result
         request.limits.stop_tokens.clear();
     }
     request.limits.stop_tokens.extend(&args.stop_token);
-    let answered = session.answer(request, &tools, args.json)?;
+    let answered = session.answer(request, &tools, args.json, &|| false)?;
     if args.json {
         let answer = &answered.answer;
         let calls: Vec<Value> = answer
@@ -58,7 +59,7 @@ fn answer<B: Backend>(args: &GenerateArgs, open: impl FnOnce() -> anyhow::Result
             "reasoning": answer.reasoning,
             "content": answer.content,
             "tool_calls": calls,
-            "finish": format!("{:?}", answered.output.finish),
+            "finish": finish_word(&answered.output.finish),
             "tokens": answered.output.tokens,
             "prompt_tokens": answered.prompt_tokens,
         });
@@ -67,6 +68,16 @@ fn answer<B: Backend>(args: &GenerateArgs, open: impl FnOnce() -> anyhow::Result
     let (dim, line) = (progress::DIM, session.summary(&answered, began));
     writeln!(anstream::stderr(), "{dim}{line}{dim:#}")?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Why an answer ended, in the words of the chat completions API where it has one.
+fn finish_word(finish: &FinishReason) -> &'static str {
+    match finish {
+        FinishReason::EndToken | FinishReason::StopToken(_) => "stop",
+        FinishReason::Length => "length",
+        FinishReason::Abort => "abort",
+        FinishReason::Error(_) => "error",
+    }
 }
 
 /// A user's message with `pictures` pictures before its text.

@@ -1,0 +1,71 @@
+//! Lines that somebody types, with editing and a history, or that a pipe sends.
+
+use std::io::{BufRead as _, IsTerminal as _};
+
+use anyhow::Context as _;
+use rustyline::{Behavior, Config, DefaultEditor, error::ReadlineError};
+
+/// Where lines come from.
+pub(crate) enum Lines {
+    /// A terminal.
+    Terminal(Box<DefaultEditor>),
+    /// A pipe or a file.
+    Pipe(Vec<u8>),
+}
+
+/// What came.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Line {
+    /// A line without its end.
+    Text(String),
+    /// A line that is not UTF-8.
+    NotText,
+    /// Ctrl-C instead of a line.
+    Cancelled,
+    /// Nothing more will come.
+    End,
+}
+
+impl Lines {
+    /// Lines of standard input.
+    ///
+    /// # Errors
+    /// The terminal cannot be used.
+    pub(crate) fn open() -> anyhow::Result<Self> {
+        if !std::io::stdin().is_terminal() {
+            return Ok(Self::Pipe(Vec::new()));
+        }
+        // The answers may go to a file: questions are edited on the terminal all the same.
+        let config = Config::builder().behavior(Behavior::PreferTerm).auto_add_history(true).build();
+        let editor = DefaultEditor::with_config(config).context("cannot use this terminal")?;
+        Ok(Self::Terminal(Box::new(editor)))
+    }
+
+    /// Whether somebody types them.
+    pub(crate) fn interactive(&self) -> bool {
+        matches!(self, Self::Terminal(_))
+    }
+
+    /// The next one; a terminal shows `prompt`.
+    ///
+    /// # Errors
+    /// Standard input cannot be read.
+    pub(crate) fn next(&mut self, prompt: &str) -> anyhow::Result<Line> {
+        let failed = "cannot read standard input";
+        match self {
+            Self::Terminal(editor) => match editor.readline(prompt) {
+                Ok(line) => Ok(Line::Text(line)),
+                Err(ReadlineError::Eof) => Ok(Line::End),
+                Err(ReadlineError::Interrupted) => Ok(Line::Cancelled),
+                Err(error) => Err(error).context(failed),
+            },
+            Self::Pipe(bytes) => {
+                bytes.clear();
+                if std::io::stdin().lock().read_until(b'\n', bytes).context(failed)? == 0 {
+                    return Ok(Line::End);
+                }
+                Ok(std::str::from_utf8(bytes).map_or(Line::NotText, |text| Line::Text(text.to_owned())))
+            }
+        }
+    }
+}
