@@ -1,6 +1,7 @@
 //! Ctrl-C as a question that long work asks, instead of the end of the program.
 
 use std::{
+    io::Write as _,
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
@@ -21,11 +22,11 @@ pub(crate) struct Interrupt {
 }
 
 impl Interrupt {
-    /// From here on Ctrl-C no longer ends the program by itself.
+    /// From here on Ctrl-C no longer ends the program by itself; `notice` is what the first press answers at once.
     ///
     /// # Errors
     /// The system has no room for a thread or refuses the handler.
-    pub(crate) fn watch() -> anyhow::Result<Self> {
+    pub(crate) fn watch(notice: Option<&'static str>) -> anyhow::Result<Self> {
         let interrupt = Self::default();
         let pressed = Arc::clone(&interrupt.pressed);
         let failed = "cannot watch for Ctrl-C";
@@ -37,8 +38,10 @@ impl Interrupt {
         let watch = move || {
             while runtime.block_on(presses.recv()).is_some() {
                 if pressed.swap(true, Ordering::Relaxed) {
-                    #[expect(clippy::exit, reason = "the second press asks for just that")]
                     std::process::exit(INTERRUPTED);
+                }
+                if let Some(notice) = notice {
+                    drop(writeln!(anstream::stderr(), "{notice}"));
                 }
             }
         };

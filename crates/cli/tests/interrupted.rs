@@ -47,7 +47,8 @@ fn ctrl_c_leaves_a_run_that_every_command_knows_how_to_finish() {
     let ended = child.wait_with_output().expect("it ends");
     let error = String::from_utf8_lossy(&ended.stderr);
     assert_eq!(ended.status.code(), Some(2), "{error}");
-    assert!(error.contains("interrupted") && error.contains("--resume"), "{error}");
+    assert!(error.starts_with("stopping behind") && error.contains("error: interrupted"), "{error}");
+    assert!(error.contains("--resume"), "{error}");
 
     refused(&quantize, &["holds an interrupted run", "--resume"]);
     refused(&["verify", out], &["not finished", "--resume"]);

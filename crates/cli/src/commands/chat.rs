@@ -34,7 +34,7 @@ fn talk<B: Backend>(args: &ChatArgs, backend: B) -> anyhow::Result<ExitCode> {
     let mut waiting = Vec::new();
     let mut lines = Lines::open()?;
     // Whoever pipes questions in wants Ctrl-C to end the program.
-    let interrupt = if lines.interactive() { Interrupt::watch()? } else { Interrupt::default() };
+    let interrupt = if lines.interactive() { Interrupt::watch(None)? } else { Interrupt::default() };
     let (bold, dim) = (progress::BOLD, progress::DIM);
     if lines.interactive() {
         writeln!(anstream::stderr(), "{bold}{}{bold:#}. /help lists the commands.", session.name())?;

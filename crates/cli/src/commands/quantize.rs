@@ -27,7 +27,8 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     let calibration = if recipe.method == Method::Rtn { None } else { Some(calibration(args, &source, threads)?) };
     let samples = calibration.as_ref().map_or(&[][..], |c| &c.samples);
     let options = Options { budget, threads, resume: args.resume, ..Options::new(args.out.clone()) };
-    let mut bar = Bar { bar: progress::share(0, "quantizing"), interrupt: Interrupt::watch()? };
+    let interrupt = Interrupt::watch(Some("stopping behind what is being computed; Ctrl-C again ends at once"))?;
+    let mut bar = Bar { bar: progress::share(0, "quantizing"), interrupt };
     let finished =
         quantize(Cpu::new(threads), &source, samples, &recipe, &options, &mut bar).map_err(|error| {
             match (&error, &calibration) {
