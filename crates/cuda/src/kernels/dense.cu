@@ -5,6 +5,8 @@
 KERNEL split(const float *x, int stride, int start, int columns, int pitch, const u32 *list, int half, u16 *planes,
              u64 plane) {
     const int row = blockIdx.y, column = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    after_previous();
+    let_next_begin();
     if (column >= pitch) return;
     const float *from = x + (u64)(list ? list[row] : row) * stride + start;
     float v[4];
@@ -34,6 +36,8 @@ DEVICE float stored(const u8 *row, int bf16, int k) {
 KERNEL dot(const float *x, int x_stride, int start, int rows, const u8 *w, int bf16, int w_pitch, int outputs, int columns,
            const float *bias, const u32 *list, float *y, int y_stride) {
     const int lane = threadIdx.x & 31, out = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), first = 4 * blockIdx.y;
+    after_previous();
+    let_next_begin();
     if (out >= outputs) return;
     const u8 *weights = w + (u64)out * w_pitch * (bf16 ? 2 : 4);
     const float *from[4];
@@ -60,6 +64,8 @@ KERNEL dot(const float *x, int x_stride, int start, int rows, const u8 *w, int b
 KERNEL embed(const u32 *tokens, const int *feature, const u8 *table, int bf16, int pitch, const float *features,
              int feature_stride, float *streams, int stride, int n, int hidden) {
     const int row = blockIdx.y, column = blockIdx.x * blockDim.x + threadIdx.x;
+    after_previous();
+    let_next_begin();
     if (column >= hidden) return;
     const int image = feature[row];
     const float v = image >= 0 ? features[(u64)image * feature_stride + column]
@@ -78,6 +84,8 @@ DEVICE float inverse_rms(const float *x, int width, float eps, float *room) {
 KERNEL add_norm(float *x, int x_stride, const float *y, int y_stride, const float *weight, const float *bias, float eps,
                 int width, int gelu, float *out, int out_stride) {
     __shared__ float room[8];
+    after_previous();
+    let_next_begin();
     float *row = x + (u64)blockIdx.x * x_stride, *to = out + (u64)blockIdx.x * out_stride;
     if (y) {
         const float *add = y + (u64)blockIdx.x * y_stride;
@@ -106,6 +114,8 @@ KERNEL mtp_input(const u32 *tokens, const u8 *table, int bf16, int pitch, const 
                  const float *hnorm, float h_eps, const float *hidden, int hidden_stride, const u32 *source, float *out,
                  int out_stride, int width) {
     __shared__ float room[8];
+    after_previous();
+    let_next_begin();
     const int row = blockIdx.x;
     float *to = out + (u64)row * out_stride;
     const u8 *from = table + (u64)tokens[row] * pitch * (bf16 ? 2 : 4);
@@ -135,6 +145,8 @@ KERNEL pack_int4(const u32 *raw, const u16 *scale, int outputs, int columns, u32
 
 // to[i] = from[rows[i]] of words; the lengths go along.
 KERNEL copy_lists(const u32 *from, const u32 *from_len, const u32 *rows, int width, u32 *to, u32 *to_len) {
+    after_previous();
+    let_next_begin();
     const u32 row = rows[blockIdx.x];
     for (int i = threadIdx.x; i < width; i += blockDim.x) to[(u64)blockIdx.x * width + i] = from[(u64)row * width + i];
     if (threadIdx.x == 0) to_len[blockIdx.x] = from_len[row];

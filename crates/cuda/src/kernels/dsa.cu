@@ -16,6 +16,8 @@ KERNEL write_rows(const Segment *segments, const u32 *row_segment, const u32 *pa
                   const float *k_weight, const float *k_bias, float k_eps, int indexer, float *q_residual, int q_stride,
                   void *latents, int half, float *keys) {
     __shared__ float room[8];
+    after_previous();
+    let_next_begin();
     const int row = blockIdx.x;
     const Segment s = segments[row_segment[row]];
     const int position = s.position + row - s.first_row;
@@ -52,6 +54,8 @@ KERNEL write_pools(const Segment *segments, const u32 *row_segment, const u32 *p
                    int gate_column, const float *keys, const float *ape, const float *tails, int ring, void *pool_keys,
                    int half) {
     const int row = blockIdx.x, d = threadIdx.x;
+    after_previous();
+    let_next_begin();
     const Segment s = segments[row_segment[row]];
     const int position = s.position + row - s.first_row;
     if ((position + 1) % KPOOL != 0) return;
@@ -90,6 +94,8 @@ KERNEL write_pools(const Segment *segments, const u32 *row_segment, const u32 *p
 // Keys and gates of a segment's last rows to the slot's ring. Grid (ring, segments), DIM threads.
 KERNEL write_tails(const Segment *segments, const float *proj, int proj_stride, int gate_column, const float *keys,
                    float *tails, int ring) {
+    after_previous();
+    let_next_begin();
     const Segment s = segments[blockIdx.y];
     const int keep = min_of(s.rows, ring), d = threadIdx.x;
     if ((int)blockIdx.x >= keep) return;
@@ -107,6 +113,8 @@ KERNEL score(const Segment *segments, const u32 *row_segment, const u32 *pages, 
     __shared__ __align__(16) float key[TILE][DIM + 4];
     __shared__ __align__(16) float q[HEADS][DIM];
     __shared__ float parts[HEADS][TILE];
+    after_previous();
+    let_next_begin();
     const int row = first_row + blockIdx.y, tid = threadIdx.x;
     const Segment s = segments[row_segment[row]];
     const int position = s.position + row - s.first_row, pools = (position + 1) / KPOOL, first = blockIdx.x * TILE;
@@ -151,6 +159,8 @@ KERNEL choose(const Segment *segments, const u32 *row_segment, int first_row, co
               int keep, u32 *tokens, int width, u32 *lens) {
     __shared__ u32 bins[256];
     __shared__ u32 chosen_bin, rank_left, warp_above[8], warp_equal[8];
+    after_previous();
+    let_next_begin();
     const int row = first_row + blockIdx.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
     const Segment s = segments[row_segment[row]];
     const int position = s.position + row - s.first_row, pools = (position + 1) / KPOOL;

@@ -86,6 +86,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
     const int wk = warp % WK, wm = warp / WK;
 
 #if GROUPED
+    after_previous();
+    let_next_begin();
     if (blockIdx.y >= *p.item_count) return;
     const Item item = p.items[blockIdx.y];
     const Weights weights = p.table[item.expert];
@@ -159,6 +161,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gemm(const 
 #pragma unroll
     for (int d = 0; d < DEPTH; d++) fetch(ring[d], steps_begin + d);
 
+#if !GROUPED
+    // Weights are there before anything else is.
+    after_previous();
+    let_next_begin();
+#endif
     __syncthreads();
     // Places of the token tiles in units of 8 columns.
     const u8 *x = (const u8 *)p.x, *x_low = (const u8 *)(p.x + p.plane);

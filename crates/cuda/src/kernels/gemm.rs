@@ -168,7 +168,7 @@ pub(crate) fn planes(cuda: &mut Cuda, rows: usize, input: Input<'_>, kind: Kind)
         .int(usize::from(half))
         .with(address)
         .with(plane as u64);
-    cuda.kernels.launch(kernel, Grid::new([pitch.div_ceil(4 * 128), rows, 1], 128), arguments)?;
+    cuda.kernels.launch_early(kernel, Grid::new([pitch.div_ceil(4 * 128), rows, 1], 128), arguments)?;
     Ok(Planes { address, plane, pitch })
 }
 
@@ -271,6 +271,6 @@ pub(crate) fn same_kind(a: &CudaMatrix, b: &CudaMatrix) -> Result<()> {
 /// Launches a variant.
 pub(crate) fn run(cuda: &Cuda, variant: Variant, blocks: [usize; 3], args: Args) -> Result<()> {
     let kernel = cuda.kernels.get(&FILE, &variant.constants(cuda.planes), "gemm")?;
-    cuda.kernels.launch(kernel, Grid::new(blocks, 32 * WARPS), Arguments::new().with(args))?;
+    cuda.kernels.launch_early(kernel, Grid::new(blocks, 32 * WARPS), Arguments::new().with(args))?;
     Ok(())
 }

@@ -90,3 +90,6 @@ extern "C" __global__ void __launch_bounds__(512) multiply_all(int steps, u64 se
     for (int i = 0; i < 64; i++) sum += c[i];
     out[blockIdx.x * 512 + threadIdx.x] = sum;
 }
+
+// A launch and nothing else.
+KERNEL nothing() { after_previous(); }

@@ -14,6 +14,8 @@ DEVICE float weight(const u8 *w, int bf16, u64 at) { return bf16 ? widen(((const
 KERNEL absorb(const float *query, int stride, int start, int rows, const u8 *kv_b, int bf16, int pitch, int qk, int v,
               int heads, void *absorbed, int half) {
     extern __shared__ __align__(16) float q[];
+    after_previous();
+    let_next_begin();
     const int l = blockIdx.x * 128 + threadIdx.x, head = blockIdx.y, first = blockIdx.z * ROWS;
     const int n = min_of(ROWS, rows - first);
     for (int i = threadIdx.x; i < ROWS * qk; i += 128)
@@ -43,6 +45,8 @@ KERNEL absorb(const float *query, int stride, int start, int rows, const u8 *kv_
 KERNEL attend(const Segment *segments, const u32 *row_segment, const u32 *pages, const float *latents, const u32 *tokens,
               int width, const u32 *lens, float scale, int heads, float *absorbed) {
     extern __shared__ __align__(16) float room[];
+    after_previous();
+    let_next_begin();
     float *tile = room, *q = room + TILE * STRIDE;
     const int row = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, head = blockIdx.x * HEADS + warp;
     const Segment s = segments[row_segment[row]];
@@ -100,6 +104,8 @@ KERNEL values(const float *absorbed, int rows, const u8 *kv_b, int bf16, int pit
               int out_stride) {
     const int lane = threadIdx.x & 31, at = blockIdx.x * 8 + (threadIdx.x >> 5), head = blockIdx.y;
     const int first = blockIdx.z * ROWS;
+    after_previous();
+    let_next_begin();
     if (at >= v) return;
     const u64 base = ((u64)head * (qk + v) + qk + at) * pitch;
     float sum[ROWS];

@@ -66,7 +66,7 @@ pub(crate) fn mla(
         .int(usize::from(half));
     let blocks = [latent.div_ceil(128), heads, rows.div_ceil(ROWS)];
     let grid = Grid { blocks, threads: 128, shared: 4 * ROWS * qk };
-    cuda.kernels.launch(cuda.kernels.get(&FILE, &constants, "absorb")?, grid, arguments)?;
+    cuda.kernels.launch_early(cuda.kernels.get(&FILE, &constants, "absorb")?, grid, arguments)?;
 
     let scale = 1.0 / (qk as f32).sqrt();
     let attended = if half {
@@ -87,7 +87,7 @@ pub(crate) fn mla(
             .with(absorbed);
         let shared = 4 * (TILE * (latent + 4) + HEADS * latent);
         let grid = Grid { blocks: [heads.div_ceil(HEADS), rows, 1], threads: 32 * HEADS, shared };
-        cuda.kernels.launch(cuda.kernels.get(&FILE, &constants, "attend")?, grid, arguments)?;
+        cuda.kernels.launch_early(cuda.kernels.get(&FILE, &constants, "attend")?, grid, arguments)?;
         absorbed
     };
 
@@ -104,5 +104,5 @@ pub(crate) fn mla(
         .int(out.width);
     out.format = Format::Float;
     let grid = Grid::new([v.div_ceil(8), heads, rows.div_ceil(ROWS)], 256);
-    Ok(cuda.kernels.launch(cuda.kernels.get(&FILE, &constants, "values")?, grid, arguments)?)
+    Ok(cuda.kernels.launch_early(cuda.kernels.get(&FILE, &constants, "values")?, grid, arguments)?)
 }

@@ -31,6 +31,8 @@ KERNEL choose(const float *logits, const float *bias, int rows, int normalize, f
     __shared__ float scores[4][EXPERTS], biased[4][EXPERTS];
     __shared__ int open[4][EXPERTS];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, row = blockIdx.x * 4 + warp;
+    after_previous();
+    let_next_begin();
     if (row >= rows) return;
     bool healthy = true;
     for (int e = lane; e < EXPERTS; e += 32) {
@@ -214,6 +216,8 @@ KERNEL pack(const float *x, int x_stride, int hidden, int top, const u32 *slots,
 KERNEL combine(const float *down, int down_stride, const float *weights, const float *shared, int shared_stride, int hidden,
                float *out, int out_stride) {
     const int row = blockIdx.y, column = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    after_previous();
+    let_next_begin();
     if (column >= hidden) return;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll

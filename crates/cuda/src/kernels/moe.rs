@@ -101,7 +101,7 @@ pub(crate) fn route(
         .with(routing.weights.address());
     cuda.planned = None;
     let kernel = cuda.kernels.get(&FILE, &constants, "choose")?;
-    Ok(cuda.kernels.launch(kernel, Grid::new([rows.div_ceil(4), 1, 1], 128), arguments)?)
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([rows.div_ceil(4), 1, 1], 128), arguments)?)
 }
 
 fn check_rule(rule: RouterRule, experts: usize) -> Result<()> {
@@ -435,5 +435,5 @@ pub(crate) fn moe_down(
         return Ok(cuda.kernels.launch_early(kernel, grid, arguments)?);
     }
     let kernel = cuda.kernels.get(&FILE, &constants, "combine")?;
-    Ok(cuda.kernels.launch(kernel, Grid::new([shape.hidden.div_ceil(4 * 128), rows, 1], 128), arguments)?)
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([shape.hidden.div_ceil(4 * 128), rows, 1], 128), arguments)?)
 }
