@@ -40,12 +40,56 @@ pub struct StepRow {
     pub alone: [f64; 3],
     /// Microseconds a step when many follow each other without waiting.
     pub chained: f64,
+    /// The same with every kernel launched by itself.
+    pub eager: f64,
     /// Launches of a step.
     pub launches: u64,
+    /// Whose the time is, where the backend can tell.
+    pub parts: Option<Parts>,
     /// Bytes that the step must read.
     pub bytes: f64,
     /// Multiplications and additions of its products with weights.
     pub flops: f64,
+}
+
+/// Whose the time of a step is. A kernel's part is what a step without it is shorter by; parts that overlap add up to less.
+#[derive(Clone, Debug, Serialize)]
+pub struct Parts {
+    /// Microseconds of the step.
+    pub whole: f64,
+    /// Microseconds of the step when every launch begins behind the end of the one in front of it.
+    pub apart: f64,
+    /// Microseconds of as many launches that do nothing.
+    pub nothing: f64,
+    /// Kernels with their launches and microseconds.
+    pub kernels: Vec<(String, usize, f64)>,
+}
+
+/// What only some backends know of themselves.
+#[derive(Debug)]
+pub struct Insight<B> {
+    /// Launches so far.
+    pub launches: fn(&B) -> u64,
+    /// Launches every kernel by itself from now on, or repeats steps as a whole where it can.
+    pub set_eager: fn(&mut B, bool),
+    /// The parts of the step that was kept last as a whole.
+    pub parts: fn(&mut B) -> glimmer_tensor::Result<Option<Parts>>,
+}
+
+impl<B> Clone for Insight<B> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<B> Copy for Insight<B> {}
+
+impl<B> Insight<B> {
+    /// Of a backend that knows nothing.
+    #[must_use]
+    pub fn none() -> Self {
+        Self { launches: |_| 0, set_eager: |_, _| (), parts: |_| Ok(None) }
+    }
 }
 
 /// The model with what is counted of it.
@@ -60,8 +104,8 @@ pub struct StepBench<B: Backend> {
     top: usize,
     experts: usize,
     slot_bytes: f64,
-    /// Bytes uploaded, and how long loading took.
-    pub loaded: (u64, f64),
+    /// Bytes uploaded, how long loading took, and how long until the first step was done.
+    pub loaded: (u64, [f64; 2]),
 }
 
 impl<B: Backend> StepBench<B> {
@@ -94,12 +138,13 @@ impl<B: Backend> StepBench<B> {
         };
         let head = 2.0 * (text.vocab_size * text.hidden_size) as f64;
         let (bytes, elements) = sum(&[Group::Layer, Group::Mhc, Group::Kda, Group::Dsa, Group::DenseMlp, Group::Moe]);
+        source.make().map_err(failed)?;
         let began = Instant::now();
         let options = Options { draft_layer: false, ..Options::default() };
         let mut model = Model::load(backend, source, limits, options).map_err(failed)?;
         let routed = sum(&[Group::MoeRouted]);
         let total = (bytes + 2.0 * head + routed.0) as u64;
-        // The first step waits for everything that loading left to the device.
+        let loaded = began.elapsed().as_secs_f64();
         model.forward(&decode(1, 1, 0, shared, own), &mut ()).map_err(failed)?;
         wait(&model)?;
         let kda = text.kda_layers().count() * text.kda.num_heads * text.kda.head_dim * text.kda.head_dim;
@@ -111,7 +156,7 @@ impl<B: Backend> StepBench<B> {
             top: text.moe.experts_per_token,
             experts: text.moe.num_experts,
             slot_bytes: 8.0 * kda as f64,
-            loaded: (total, began.elapsed().as_secs_f64()),
+            loaded: (total, [loaded, began.elapsed().as_secs_f64()]),
         })
     }
 
@@ -120,13 +165,14 @@ impl<B: Backend> StepBench<B> {
         self.model.backend()
     }
 
-    /// Measures all steps, reporting each as it is done; `launches` reads a count of all launches so far.
+    /// Measures all steps, reporting each as it is done; with their parts when `parts`.
     ///
     /// # Errors
     /// Errors of the backend.
     pub fn run(
         &mut self,
-        launches: &dyn Fn(&B) -> u64,
+        insight: Insight<B>,
+        parts: bool,
         report: &mut dyn FnMut(&StepRow),
     ) -> Result<Vec<StepRow>, BenchError> {
         let (context, rows) = (self.plan.context, self.plan.rows);
@@ -135,8 +181,10 @@ impl<B: Backend> StepBench<B> {
         let mut measured = Vec::new();
         if self.plan.prefill > 0 {
             let step = chunk(0, self.plan.prefill);
-            measured.push(self.measure(1, &step, launches, self.plan.repeats.div_ceil(4))?);
-            report(&measured[0]);
+            let mut row = self.measure(1, &step, insight, self.plan.repeats.div_ceil(4))?;
+            row.parts = self.parts(insight, parts)?;
+            report(&row);
+            measured.push(row);
         }
         for first in (0..context).step_by(CHUNK) {
             self.forward(&chunk(first, CHUNK.min(context - first)))?;
@@ -146,7 +194,8 @@ impl<B: Backend> StepBench<B> {
                 self.model.copy_slot(0, slot as u32).map_err(|error| BenchError::model("copying", error))?;
             }
             let step = decode(sequences, rows, context, shared, own);
-            let row = self.measure(sequences, &step, launches, self.plan.repeats)?;
+            let mut row = self.measure(sequences, &step, insight, self.plan.repeats)?;
+            row.parts = self.parts(insight, parts)?;
             report(&row);
             measured.push(row);
         }
@@ -157,11 +206,28 @@ impl<B: Backend> StepBench<B> {
         self.model.forward(step, &mut ()).map_err(|error| BenchError::model("a step", error))
     }
 
+    fn parts(&mut self, insight: Insight<B>, wanted: bool) -> Result<Option<Parts>, BenchError> {
+        if !wanted {
+            return Ok(None);
+        }
+        (insight.parts)(self.model.backend_mut()).map_err(|error| BenchError::model("parts of a step", error))
+    }
+
+    /// Microseconds of a step when many follow each other.
+    fn chain(&mut self, step: &Step, repeats: usize) -> Result<f64, BenchError> {
+        let began = Instant::now();
+        for _ in 0..repeats {
+            self.forward(step)?;
+        }
+        wait(&self.model)?;
+        Ok(began.elapsed().as_secs_f64() * 1e6 / repeats.max(1) as f64)
+    }
+
     fn measure(
         &mut self,
         sequences: usize,
         step: &Step,
-        launches: &dyn Fn(&B) -> u64,
+        insight: Insight<B>,
         repeats: usize,
     ) -> Result<StepRow, BenchError> {
         // Scratch grows and kernels load in the first.
@@ -169,10 +235,11 @@ impl<B: Backend> StepBench<B> {
             self.forward(step)?;
         }
         wait(&self.model)?;
-        let before = launches(self.backend());
-        self.forward(step)?;
-        let count = launches(self.backend()) - before;
-        wait(&self.model)?;
+        (insight.set_eager)(self.model.backend_mut(), true);
+        let before = (insight.launches)(self.backend());
+        let eager = self.chain(step, repeats)?;
+        let count = ((insight.launches)(self.backend()) - before) / repeats.max(1) as u64;
+        (insight.set_eager)(self.model.backend_mut(), false);
         let mut times: Vec<f64> = Vec::with_capacity(repeats);
         for _ in 0..repeats {
             let began = Instant::now();
@@ -182,12 +249,7 @@ impl<B: Backend> StepBench<B> {
         }
         times.sort_by(f64::total_cmp);
         let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
-        let began = Instant::now();
-        for _ in 0..repeats {
-            self.forward(step)?;
-        }
-        wait(&self.model)?;
-        let chained = began.elapsed().as_secs_f64() * 1e6 / repeats as f64;
+        let chained = self.chain(step, repeats)?;
         let rows = step.rows();
         let missed = (1.0 - self.top as f64 / self.experts.max(1) as f64).powi(i32::try_from(rows).unwrap_or(i32::MAX));
         let logits = step.logits.len();
@@ -199,7 +261,9 @@ impl<B: Backend> StepBench<B> {
             rows,
             alone: [at(0.5), at(0.1), at(0.9)],
             chained,
+            eager,
             launches: count,
+            parts: None,
             bytes: self.dense.0 + self.routed.0 * (1.0 - missed) + self.slot_bytes * sequences as f64,
             flops: 2.0 * (rows as f64 * (rest + routed) + logits as f64 * head / 2.0),
         })

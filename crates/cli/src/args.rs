@@ -99,6 +99,9 @@ pub(crate) struct CudaArgs {
     /// Folder of compiled kernels (default: glimmer/kernels in the user's cache folder)
     #[arg(long, value_name = "DIR")]
     pub(crate) kernel_cache: Option<PathBuf>,
+    /// Launch every kernel of a step by itself instead of repeating steps as graphs
+    #[arg(long)]
+    pub(crate) enforce_eager: bool,
 }
 
 #[derive(Debug, Args)]
@@ -582,6 +585,9 @@ pub(crate) struct BenchStepArgs {
     /// Steps of each kind
     #[arg(long, default_value_t = 40, value_name = "N", value_parser = clap::value_parser!(u16).range(4..=10_000))]
     pub(crate) repeats: u16,
+    /// Also whose the time is: how much shorter a step is without each kernel
+    #[arg(long)]
+    pub(crate) parts: bool,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,

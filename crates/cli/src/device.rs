@@ -23,7 +23,9 @@ impl Place {
     pub(crate) fn of(args: &DeviceArgs) -> anyhow::Result<Self> {
         match args.device {
             DeviceName::Cpu if args.cuda != CudaArgs::default() => {
-                anyhow::bail!("--nvrtc and --kernel-cache are for --device cuda; leave them out on the CPU")
+                anyhow::bail!(
+                    "--nvrtc, --kernel-cache and --enforce-eager are for --device cuda; leave them out on the CPU"
+                )
             }
             DeviceName::Cpu => Ok(Self::Cpu),
             DeviceName::Cuda => Self::gpu(&args.cuda),
@@ -152,10 +154,17 @@ pub(crate) mod cuda {
         }
     }
 
-    /// Options for the device: the folder of compiled kernels is the user's unless another one is named.
+    /// Options for the device: the folder of compiled kernels is the user's unless another one is named; latents and index keys
+    /// are halves where there are kernels for them.
     pub(crate) fn options(args: &CudaArgs) -> Options {
         let cache = args.kernel_cache.clone().or_else(usable_folder);
-        Options { compiler: args.nvrtc.clone(), cache, ..Options::default() }
+        Options {
+            compiler: args.nvrtc.clone(),
+            cache,
+            eager: args.enforce_eager,
+            half_cache: true,
+            ..Options::default()
+        }
     }
 
     /// The user's folder of compiled kernels, where there is one that can be written.

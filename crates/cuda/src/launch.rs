@@ -21,6 +21,7 @@ use crate::{
     compile::{Compiled, Compiler, Unit},
     device::{Device, check},
     error::{CudaError, Result},
+    upload::Uploads,
 };
 
 /// Constants of a file at most.
@@ -55,19 +56,27 @@ pub struct Kernels {
     compiler: Compiler,
     loaded: Mutex<HashMap<Key, Kernel>>,
     launches: AtomicUsize,
+    /// Weights on their way.
+    pub(crate) uploads: Uploads,
+    /// Launches since somebody asked for notes.
+    notes: Mutex<Option<Vec<Launch>>>,
 }
 
 /// A kernel, ready to be launched.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kernel {
     function: sys::CUfunction,
+    /// Its file.
+    pub file: &'static str,
+    /// Its name there.
+    pub entry: &'static str,
 }
 
 // SAFETY: functions may be used from any thread; their modules are never unloaded while the context lives.
 unsafe impl Send for Kernel {}
 
 /// Size of a launch.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Grid {
     /// Blocks.
     pub blocks: [usize; 3],
@@ -84,13 +93,28 @@ impl Grid {
     }
 }
 
-/// Arguments of a launch, in the kernel's order.
-#[derive(Debug)]
+/// Arguments of a launch, in the kernel's order. Bytes that belong to none are zero.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Arguments {
     bytes: [u64; 64],
-    places: [usize; 32],
+    places: [u8; 32],
     used: usize,
     count: usize,
+}
+
+/// All that there is to a launch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Launch {
+    /// The kernel.
+    pub kernel: Kernel,
+    /// Its size.
+    pub grid: Grid,
+    /// Blocks of a cluster.
+    pub cluster: usize,
+    /// Whether it may be set up while the launch in front of it runs.
+    pub early: bool,
+    /// What it is given.
+    pub arguments: Arguments,
 }
 
 impl Arguments {
@@ -105,7 +129,7 @@ impl Arguments {
         let words = size_of::<T>().div_ceil(8);
         bytemuck::cast_slice_mut::<u64, u8>(&mut self.bytes[self.used..self.used + words])[..size_of::<T>()]
             .copy_from_slice(bytemuck::bytes_of(&value));
-        self.places[self.count] = self.used;
+        self.places[self.count] = self.used as u8;
         self.used += words;
         self.count += 1;
         self
@@ -127,7 +151,14 @@ impl Default for Arguments {
 impl Kernels {
     /// No kernels yet.
     pub fn new(device: Device, compiler: Compiler) -> Self {
-        Self { device, compiler, loaded: Mutex::new(HashMap::new()), launches: AtomicUsize::new(0) }
+        Self {
+            uploads: Uploads::new(device.clone()),
+            device,
+            compiler,
+            loaded: Mutex::new(HashMap::new()),
+            launches: AtomicUsize::new(0),
+            notes: Mutex::new(None),
+        }
     }
 
     /// Compiles units in parallel, so that loading them later only reads the cache or memory.
@@ -160,7 +191,7 @@ impl Kernels {
             check("cuModuleLoadData", sys::cuModuleLoadData(&raw mut module, compiled.code.as_ptr().cast()))?;
             check("cuModuleGetFunction", sys::cuModuleGetFunction(&raw mut function, module, name.as_ptr()))?;
         }
-        let kernel = Kernel { function };
+        let kernel = Kernel { function, file: file.name, entry };
         loaded.insert(key, kernel);
         Ok(kernel)
     }
@@ -170,7 +201,7 @@ impl Kernels {
     /// # Errors
     /// What the driver says about this or an earlier launch.
     pub fn launch(&self, kernel: Kernel, grid: Grid, arguments: Arguments) -> Result<()> {
-        self.enqueue(kernel, grid, 1, arguments, false)
+        self.take(Launch { kernel, grid, cluster: 1, early: false, arguments })
     }
 
     /// As [`Kernels::launch`], for kernels that wait for the launch in front of them by themselves (`after_previous`): they
@@ -187,7 +218,8 @@ impl Kernels {
     /// # Errors
     /// As [`Kernels::launch`].
     pub fn launch_clusters(&self, kernel: Kernel, grid: Grid, cluster: usize, arguments: Arguments) -> Result<()> {
-        self.enqueue(kernel, grid, cluster, arguments, self.device.properties().capability.0 >= 9)
+        let early = self.device.properties().capability.0 >= 9;
+        self.take(Launch { kernel, grid, cluster, early, arguments })
     }
 
     /// Clusters of `cluster` blocks like the grid's that the device holds at a time.
@@ -208,32 +240,65 @@ impl Kernels {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    fn enqueue(&self, kernel: Kernel, grid: Grid, cluster: usize, mut arguments: Arguments, early: bool) -> Result<()> {
-        if grid.blocks.contains(&0) {
+    /// From now on launches are noted beside being given to the device.
+    pub(crate) fn note(&self) {
+        *self.notes.lock().unwrap_or_else(PoisonError::into_inner) = Some(Vec::new());
+    }
+
+    /// Ends that: the launches since, or none where [`Self::note`] was not called since the last call.
+    pub(crate) fn stop_noting(&self) -> Option<Vec<Launch>> {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    /// Gives launches to the device again.
+    pub(crate) fn repeat(&self, launches: &[Launch]) -> Result<()> {
+        launches.iter().try_for_each(|launch| self.enqueue(launch))
+    }
+
+    fn take(&self, launch: Launch) -> Result<()> {
+        if launch.grid.blocks.contains(&0) {
             return Ok(());
         }
-        self.device.bind()?;
+        self.uploads.settle()?;
+        self.enqueue(&launch)?;
+        if let Some(notes) = &mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner) {
+            notes.push(launch);
+        }
+        Ok(())
+    }
+
+    fn enqueue(&self, launch: &Launch) -> Result<()> {
         self.launches.fetch_add(1, Ordering::Relaxed);
-        let mut pointers = [std::ptr::null_mut::<c_void>(); 32];
-        for (pointer, &place) in pointers.iter_mut().zip(&arguments.places[..arguments.count]) {
-            *pointer = (&raw mut arguments.bytes[place]).cast();
-        }
-        let mut attributes = Attributes::new(cluster, early);
-        let config = attributes.config(grid, self.device.stream());
-        // SAFETY: the launchers beside the kernels pass what each kernel declares, with sizes checked against the memory.
-        unsafe {
-            allow(kernel, grid, cluster)?;
-            let function = kernel.function;
-            check(
-                "cuLaunchKernelEx",
-                sys::cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), std::ptr::null_mut()),
-            )
-        }
+        enqueue(&self.device, self.device.stream(), launch)
     }
 
     /// Launches so far.
     pub fn launches(&self) -> usize {
         self.launches.load(Ordering::Relaxed)
+    }
+}
+
+/// Launches behind everything that a stream of the device has been given.
+///
+/// # Errors
+/// What the driver says about this or an earlier launch.
+pub(crate) fn enqueue(device: &Device, stream: sys::CUstream, launch: &Launch) -> Result<()> {
+    device.bind()?;
+    let (grid, cluster, mut arguments) = (launch.grid, launch.cluster, launch.arguments.clone());
+    let mut pointers = [std::ptr::null_mut::<c_void>(); 32];
+    for (pointer, &place) in pointers.iter_mut().zip(&arguments.places[..arguments.count]) {
+        *pointer = (&raw mut arguments.bytes[usize::from(place)]).cast();
+    }
+    let mut attributes = Attributes::new(cluster, launch.early);
+    let config = attributes.config(grid, stream);
+    // SAFETY: the launchers beside the kernels pass what each kernel declares, with sizes checked against the memory.
+    unsafe {
+        allow(launch.kernel, grid, cluster)?;
+        let function = launch.kernel.function;
+        check(
+            "cuLaunchKernelEx",
+            sys::cuLaunchKernelEx(&raw const config, function, pointers.as_mut_ptr(), std::ptr::null_mut()),
+        )
     }
 }
 

@@ -15,8 +15,10 @@ mod kernels;
 pub mod launch;
 pub mod memory;
 mod plan;
+mod shelf;
 mod types;
 pub mod units;
+mod upload;
 
 pub use backend::{Cuda, Options};
 pub use cache::CudaCache;

@@ -75,6 +75,12 @@ impl Allocator {
         Ok(Memory { start: arena.start, arena, bytes })
     }
 
+    /// Memory of its own, not cut from an arena that others hold.
+    pub(crate) fn alone(device: &Device, what: &'static str, bytes: usize) -> Result<Memory> {
+        let arena = Self::new(device.clone()).arena(what, bytes.max(1))?;
+        Ok(Memory { start: arena.start, arena, bytes })
+    }
+
     /// `bytes` zero bytes.
     pub(crate) fn zeroed(&self, what: &'static str, bytes: usize) -> Result<Memory> {
         let memory = self.uninitialized(what, bytes.next_multiple_of(4))?;
@@ -226,18 +232,48 @@ impl Pinned {
 
     /// Waits until the last copy is done, then copies `words` to `to` at byte `offset` without waiting for it.
     pub(crate) fn send(&self, words: &[u32], to: &Memory, offset: usize) -> Result<()> {
-        let bytes = size_of_val(words);
-        assert!(bytes <= self.bytes, "a transfer fits its pinned memory");
-        to.inside(offset, bytes);
+        self.send_in(self.device.stream(), bytemuck::cast_slice(words), to, offset)
+    }
+
+    /// As [`Self::send`], in another stream of the device.
+    pub(crate) fn send_in(&self, stream: sys::CUstream, bytes: &[u8], to: &Memory, offset: usize) -> Result<()> {
+        let count = bytes.len();
+        assert!(count <= self.bytes, "a transfer fits its pinned memory");
+        to.inside(offset, count);
         self.done.wait()?;
-        let stream = self.device.stream();
-        // SAFETY: the last copy is done, so nothing reads the memory; the ranges have `bytes` bytes.
+        // SAFETY: the last copy is done, so nothing reads the memory; the ranges have `count` bytes; the stream is alive.
         unsafe {
-            std::ptr::copy_nonoverlapping(words.as_ptr().cast::<u8>(), self.start, bytes);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.start, count);
             let address = to.start + offset as u64;
-            check("cuMemcpyHtoDAsync", sys::cuMemcpyHtoDAsync_v2(address, self.start.cast(), bytes, stream))?;
+            check("cuMemcpyHtoDAsync", sys::cuMemcpyHtoDAsync_v2(address, self.start.cast(), count, stream))?;
+            check("cuEventRecord", sys::cuEventRecord(self.done.event, stream))
         }
-        self.done.record()
+    }
+
+    /// Copies the first `bytes` bytes of `from` here, and waits for it.
+    pub(crate) fn fetch(&self, from: &Memory, bytes: usize) -> Result<()> {
+        assert!(bytes <= self.bytes, "a transfer fits its pinned memory");
+        from.inside(0, bytes);
+        self.done.wait()?;
+        let stream = from.stream()?;
+        // SAFETY: the last copy from here is done; both ranges have `bytes` bytes.
+        unsafe {
+            check("cuMemcpyDtoHAsync", sys::cuMemcpyDtoHAsync_v2(self.start.cast(), from.start, bytes, stream))?;
+            check("cuStreamSynchronize", sys::cuStreamSynchronize(stream))
+        }
+    }
+
+    /// Numbers that [`Self::fetch`] brought, from the `at`-th on.
+    pub(crate) fn copy_out(&self, at: usize, values: &mut [f32]) {
+        assert!(4 * (at + values.len()) <= self.bytes, "a transfer fits its pinned memory");
+        // SAFETY: the range lies inside the memory, which nothing writes: `fetch` waits for its copy. Any bits are a number.
+        unsafe {
+            std::ptr::copy_nonoverlapping(
+                self.start.add(4 * at),
+                values.as_mut_ptr().cast::<u8>(),
+                size_of_val(values),
+            );
+        }
     }
 }
 

@@ -30,6 +30,7 @@ mod moe;
 mod mtp;
 mod observer;
 pub mod plan;
+mod program;
 pub mod streaming;
 mod trunk;
 pub mod vision;

@@ -41,6 +41,11 @@ pub enum SiteKind {
 
 /// Sees the buffers of a pass. Every method does nothing unless overridden.
 pub trait Observer<B: Backend> {
+    /// Whether it looks at all. A backend may run a step that nobody looks into as a whole.
+    fn looks(&self) -> bool {
+        true
+    }
+
     /// The streams entering a layer, complete: `streams.x` `[rows, n * hidden]`. Called once more with the number of
     /// decoder layers after the last one. An external drafter's tap of layer `i` is the mean of these over the streams.
     fn streams(&mut self, _at: At<'_, B>, _streams: &Streams<B>) {}
@@ -72,4 +77,8 @@ pub trait Observer<B: Backend> {
     fn draft_input(&mut self, _at: At<'_, B>, _x: &B::Buffer) {}
 }
 
-impl<B: Backend> Observer<B> for () {}
+impl<B: Backend> Observer<B> for () {
+    fn looks(&self) -> bool {
+        false
+    }
+}

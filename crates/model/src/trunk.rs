@@ -7,7 +7,7 @@
 //! [`Model::forward`] the results of its rows can be read until the next call. Nothing is allocated in a step.
 
 use glimmer_checkpoint::TextConfig;
-use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, PAGE_TOKENS, Step};
+use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, PAGE_TOKENS, Program, Step};
 
 use crate::{
     Error, Limits, MtpStep, Options, Result,
@@ -15,6 +15,7 @@ use crate::{
     limits::cache_shape,
     mtp::{HiddenSource, Mtp, MtpWork},
     observer::{At, Observer},
+    program::{TRUNK, start},
     weights::{Loader, Source, text_prefix},
     workspace::{Widths, Workspace},
 };
@@ -188,7 +189,13 @@ impl<B: Backend> Model<B> {
         if rows == 0 {
             return Ok(());
         }
-        self.backend.begin(step)?;
+        // The chunked form launches what positions ask for.
+        let program = Program { stages: TRUNK, source: &[], shared: &[] };
+        let whole = !observer.looks() && self.options.kda_form == KdaForm::Recurrent;
+        if start(&mut self.backend, step, whole.then_some(program))? {
+            (self.rows, self.wanted) = (rows, step.logits.len());
+            return Ok(());
+        }
         self.backend.embed(&self.embed, &self.features, &mut self.work.streams, self.config.mhc.streams)?;
         let mut pass = Pass {
             backend: &mut self.backend,
@@ -209,6 +216,7 @@ impl<B: Backend> Model<B> {
         if !step.logits.is_empty() {
             self.backend.head(&self.head, &step.logits, &self.hidden, &mut self.logits)?;
         }
+        self.backend.finish()?;
         (self.rows, self.wanted) = (rows, step.logits.len());
         Ok(())
     }
@@ -228,7 +236,11 @@ impl<B: Backend> Model<B> {
         if rows == 0 {
             return Ok(());
         }
-        self.backend.begin(&draft.step)?;
+        let whole = (!observer.looks()).then(|| draft.program());
+        if start(&mut self.backend, &draft.step, whole)? {
+            self.drafted = (rows, draft.step.logits.len(), selected);
+            return Ok(());
+        }
         let mut pass = Pass {
             backend: &mut self.backend,
             cache: &mut self.cache,
@@ -242,6 +254,7 @@ impl<B: Backend> Model<B> {
         if !draft.step.logits.is_empty() {
             self.backend.head(&self.head, &draft.step.logits, &mtp_work.hidden, &mut mtp_work.logits)?;
         }
+        self.backend.finish()?;
         self.drafted = (rows, draft.step.logits.len(), selected);
         Ok(())
     }

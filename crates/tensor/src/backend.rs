@@ -228,6 +228,17 @@ pub struct PatchGrid {
     pub width: usize,
 }
 
+/// Which stages a step runs, for a backend that keeps steps to repeat them.
+#[derive(Debug, Clone, Copy)]
+pub struct Program<'a> {
+    /// Equal numbers: the same stages with the same weights, buffers and settings.
+    pub stages: u32,
+    /// Rows that the step gives to [`Backend::mtp_input`].
+    pub source: &'a [u32],
+    /// Rows that the step gives to [`Backend::copy_selection`].
+    pub shared: &'a [u32],
+}
+
 /// A device.
 pub trait Backend: Send + Sized + std::fmt::Debug {
     /// A weight matrix, laid out for this device.
@@ -307,6 +318,24 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     /// # Errors
     /// [`Error::Capacity`] when the step is larger than what was reserved.
     fn begin(&mut self, step: &Step) -> Result<()>;
+
+    /// As [`Backend::begin`], for a step between whose stages nobody looks. True: the backend had kept the stages of such a step
+    /// and has run them, none is to be called. False: the stages follow, then [`Backend::finish`].
+    ///
+    /// # Errors
+    /// As [`Backend::begin`].
+    fn replay(&mut self, step: &Step, _program: Program<'_>) -> Result<bool> {
+        self.begin(step)?;
+        Ok(false)
+    }
+
+    /// End of the stages of a step.
+    ///
+    /// # Errors
+    /// When the backend cannot keep the step.
+    fn finish(&mut self) -> Result<()> {
+        Ok(())
+    }
 
     // ---- text stages ----
 

@@ -93,7 +93,11 @@ fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<Ex
 /// Where to compute. `auto` takes a GPU where one can be used.
 fn place(config: &ServeConfig) -> anyhow::Result<Place> {
     let path = |text: &Option<String>| text.as_ref().map(PathBuf::from);
-    let cuda = CudaArgs { nvrtc: path(&config.nvrtc), kernel_cache: path(&config.kernel_cache) };
+    let cuda = CudaArgs {
+        nvrtc: path(&config.nvrtc),
+        kernel_cache: path(&config.kernel_cache),
+        enforce_eager: config.graph_mode == "NONE",
+    };
     match config.device.as_str() {
         "cuda" => Place::gpu(&cuda),
         "cpu" => Ok(Place::Cpu),

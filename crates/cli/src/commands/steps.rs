@@ -4,7 +4,7 @@ use std::{io::Write as _, process::ExitCode};
 
 use glimmer_bench::{
     dummy::DummySource,
-    steps::{StepBench, StepPlan, StepRow},
+    steps::{Insight, StepBench, StepPlan, StepRow},
 };
 use glimmer_tensor::{Backend, Cpu};
 use serde_json::json;
@@ -16,11 +16,10 @@ use crate::{
     output::OutputFile,
 };
 
-/// What only some backends know of themselves.
-trait Insight {
-    /// Launches so far.
-    fn launches(&self) -> u64 {
-        0
+/// What is asked of a backend beside its steps.
+trait Measured: Backend {
+    fn insight() -> Insight<Self> {
+        Insight::none()
     }
 
     /// Bytes a second that it reads from memory, and operations a second, measured now.
@@ -29,12 +28,20 @@ trait Insight {
     }
 }
 
-impl Insight for Cpu {}
+impl Measured for Cpu {}
 
 #[cfg(feature = "cuda")]
-impl Insight for glimmer_cuda::Cuda {
-    fn launches(&self) -> u64 {
-        self.kernels().launches() as u64
+impl Measured for glimmer_cuda::Cuda {
+    fn insight() -> Insight<Self> {
+        use glimmer_bench::steps::Parts;
+        Insight {
+            launches: |cuda| cuda.kernels().launches() as u64,
+            set_eager: Self::set_eager,
+            parts: |cuda| {
+                let parts = glimmer_cuda::bench::step_parts(cuda)?;
+                Ok(parts.map(|p| Parts { whole: p.whole, apart: p.apart, nothing: p.nothing, kernels: p.kernels }))
+            },
+        }
     }
 
     fn ceilings(&mut self) -> anyhow::Result<Option<(f64, f64)>> {
@@ -57,7 +64,7 @@ pub(crate) fn run(args: &BenchStepArgs, threads: usize) -> anyhow::Result<ExitCo
     Ok(ExitCode::SUCCESS)
 }
 
-fn measure<B: Backend + Insight>(
+fn measure<B: Measured>(
     args: &BenchStepArgs,
     name: &str,
     source: &DummySource,
@@ -73,11 +80,11 @@ fn measure<B: Backend + Insight>(
     };
     let mut out = anstream::stdout().lock();
     let mut bench = StepBench::load(open()?, source, plan)?;
-    let (bytes, seconds) = bench.loaded;
+    let (bytes, [seconds, first]) = bench.loaded;
     let layers = source.layers();
     writeln!(
         out,
-        "{name}, {layers} layers of {}, {:.1} GB loaded in {seconds:.1} s ({:.1} GB/s), context {}",
+        "{name}, {layers} layers of {}, {:.1} GB loaded in {seconds:.2} s ({:.1} GB/s), first step after {first:.2} s, context {}",
         args.config.display(),
         bytes as f64 / 1e9,
         bytes as f64 / 1e9 / seconds,
@@ -86,8 +93,8 @@ fn measure<B: Backend + Insight>(
     if let Some((read, compute)) = ceilings {
         writeln!(out, "ceilings: read {:.0} GB/s, products {:.0} TFLOP/s", read / 1e9, compute / 1e12)?;
     }
-    writeln!(out, "sequences   rows  launches  us a step (10th .. 90th)       chained us  of the limit")?;
-    let rows = bench.run(&B::launches, &mut |row| {
+    writeln!(out, "sequences   rows  launches  us a step (10th .. 90th)       chained us   eager us  of the limit")?;
+    let rows = bench.run(B::insight(), args.parts, &mut |row| {
         let share = ceilings.map_or_else(
             || "-".to_owned(),
             |(read, compute)| {
@@ -96,11 +103,21 @@ fn measure<B: Backend + Insight>(
             },
         );
         let line = format!(
-            "{:>9} {:>6} {:>9}  {:>9.0} ({:.0} .. {:.0}) {:>16.0}  {share:>8}",
-            row.sequences, row.rows, row.launches, row.alone[0], row.alone[1], row.alone[2], row.chained
+            "{:>9} {:>6} {:>9}  {:>9.0} ({:.0} .. {:.0}) {:>16.0} {:>10.0}  {share:>8}",
+            row.sequences, row.rows, row.launches, row.alone[0], row.alone[1], row.alone[2], row.chained, row.eager
         );
         // A line that cannot be written is reported by the next one.
-        let _later = writeln!(out, "{line}").and_then(|()| out.flush());
+        let mut printed = writeln!(out, "{line}");
+        if let Some(parts) = &row.parts {
+            let of = |us: f64| format!("{us:>9.0} us  {:>5.1} %", 100.0 * us / parts.whole);
+            for (name, launches, us) in &parts.kernels {
+                printed = printed.and_then(|()| writeln!(out, "    {name:<22} {launches:>4} launches {}", of(*us)));
+            }
+            for (name, us) in [("(as many that do nothing)", parts.nothing), ("(one behind the other)", parts.apart)] {
+                printed = printed.and_then(|()| writeln!(out, "    {name:<36} {}", of(us)));
+            }
+        }
+        let _later = printed.and_then(|()| out.flush());
     })?;
     Ok(rows)
 }

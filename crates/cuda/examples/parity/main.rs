@@ -1,12 +1,13 @@
 //! Runs the CUDA backend beside the CPU backend on this machine: every stage over odd shapes, the micro model end to end,
 //! and kernels against the limits of the device. Prints tables; the exit code is not zero when something differs.
 //!
-//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [halves] [experts] [kda] [micro] [bench [tune] [ROWS]]
+//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [halves] [experts] [kda] [micro] [graphs] [bench [tune] [ROWS]]
 //! [--kernels FAMILY[,FAMILY]]`, or `... compile`, which needs no device and fills the folder with the released model's kernels.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failure ends the program")]
 
 mod bench;
+mod graphs;
 mod halves;
 #[path = "../../../model/tests/harness/mod.rs"]
 mod harness;
@@ -75,6 +76,9 @@ fn main() -> ExitCode {
     }
     if wanted("micro") {
         failures += micro::run(&open);
+    }
+    if wanted("graphs") {
+        failures += graphs::check(&open);
     }
     if wanted("bench") {
         failures +=

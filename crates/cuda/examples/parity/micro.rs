@@ -16,13 +16,13 @@ use crate::harness::{Goldens, Recorder, Sequence, argmax, place_features, reposi
 /// Largest difference from a golden, as a part of its largest value: activations of products carry 16 to 17 bits.
 const BOUND: f32 = 1e-4;
 
-fn logits<B: Backend>(model: &Model<B>, index: usize) -> Vec<f32> {
+pub(crate) fn logits<B: Backend>(model: &Model<B>, index: usize) -> Vec<f32> {
     let mut values = vec![0.0; model.config().vocab_size];
     model.logits(index, &mut values).unwrap();
     values
 }
 
-fn draft_logits<B: Backend>(model: &Model<B>, index: usize) -> Vec<f32> {
+pub(crate) fn draft_logits<B: Backend>(model: &Model<B>, index: usize) -> Vec<f32> {
     let mut values = vec![0.0; model.config().vocab_size];
     model.draft_logits(index, &mut values).unwrap();
     values
@@ -166,7 +166,7 @@ fn picture(backend: Cuda) -> Worst {
 }
 
 /// The checkpoint with its routed experts rounded to INT4.
-struct Rounded(Checkpoint);
+pub(crate) struct Rounded(pub(crate) Checkpoint);
 
 impl Rounded {
     fn experts(&self, name: &str) -> Option<String> {
@@ -243,7 +243,7 @@ fn limits() -> Limits {
     Limits { max_logits: 280, ..Limits::for_sequences(4, TOKENS, 280, 3) }
 }
 
-fn bits(values: &[f32]) -> Vec<u32> {
+pub(crate) fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|v| v.to_bits()).collect()
 }
 

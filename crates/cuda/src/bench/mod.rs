@@ -9,9 +9,11 @@ mod dense;
 mod experts;
 mod kda;
 mod mhc;
+mod step;
 
 pub use experts::{Chain, expert_chain, random_experts};
 use glimmer_tensor::Result;
+pub use step::{StepParts, step_parts};
 
 use crate::{
     backend::Cuda,

@@ -6,6 +6,7 @@ use super::gemm::{self, Input};
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
+    plan::Role,
     types::{CudaBuffer, CudaMatrix, Format, Kind, require, require_equal},
 };
 
@@ -50,7 +51,7 @@ pub(crate) fn dot(
         .with(out.0)
         .int(out.1);
     let grid = Grid::new([matrix.out.div_ceil(WARPS), rows.div_ceil(4), 1], 32 * WARPS);
-    Ok(cuda.kernels.launch(kernel, grid, arguments)?)
+    Ok(cuda.kernels.launch_early(kernel, grid, arguments)?)
 }
 
 fn joint(
@@ -162,7 +163,7 @@ pub(crate) fn embed(
         .int(streams.x.width)
         .int(n)
         .int(hidden);
-    Ok(cuda.kernels.launch(kernel, Grid::new([hidden.div_ceil(256), rows, 1], 256), arguments)?)
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([hidden.div_ceil(256), rows, 1], 256), arguments)?)
 }
 
 /// [`glimmer_tensor::Backend::mtp_input`].
@@ -184,7 +185,7 @@ pub(crate) fn mtp_input(
         require("mtp_input: rows of the table", token as usize + 1, table.out)?;
         hidden.require("mtp_input: hidden states", from as usize + 1, width)?;
     }
-    let list = cuda.list(source)?;
+    let list = cuda.list(Role::Source, source)?;
     let kernel = cuda.kernels.get(&FILE, &[], "mtp_input")?;
     let arguments = Arguments::new()
         .with(cuda.plan.tokens())
@@ -202,7 +203,7 @@ pub(crate) fn mtp_input(
         .int(out.width)
         .int(width);
     out.format = Format::Float;
-    Ok(cuda.kernels.launch(kernel, Grid::new([rows, 1, 1], NORM_THREADS), arguments)?)
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([rows, 1, 1], NORM_THREADS), arguments)?)
 }
 
 /// `x += y`, `out = norm(x)` with a GELU behind it when `gelu`; `out` may be `x` itself.
@@ -228,7 +229,7 @@ fn norm_rows(
         .int(usize::from(gelu))
         .with(out.0)
         .int(out.1);
-    Ok(cuda.kernels.launch(kernel, Grid::new([rows, 1, 1], NORM_THREADS), arguments)?)
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([rows, 1, 1], NORM_THREADS), arguments)?)
 }
 
 /// [`glimmer_tensor::Backend::add_norm`].
@@ -277,7 +278,7 @@ pub(crate) fn head(
     let last = rows.iter().max().map_or(0, |&row| row as usize + 1);
     hidden.require("head: hidden states", last, matrix.columns)?;
     logits.require("head: logits", rows.len(), matrix.out)?;
-    let list = cuda.list(rows)?;
+    let list = cuda.list(Role::Logits, rows)?;
     let input = Input { buffer: hidden, start: 0, width: matrix.columns, list };
     logits.format = Format::Float;
     if matrix.multiplies() {

@@ -7,7 +7,7 @@ use crate::{
     backend::Cuda,
     cache::CudaCache,
     launch::{Arguments, File, Grid},
-    plan::GROUP_ROWS,
+    plan::{GROUP_ROWS, Role},
     types::{CudaBuffer, CudaSelection, Format, require, require_equal},
 };
 
@@ -81,7 +81,7 @@ pub(crate) fn dsa_write(
         .with(keys);
     q_residual.format = Format::Float;
     let kernel = cuda.kernels.get(&FILE, &constants, "write_rows")?;
-    cuda.kernels.launch(kernel, Grid::new([rows, 1, 1], 256), arguments)?;
+    cuda.kernels.launch_early(kernel, Grid::new([rows, 1, 1], 256), arguments)?;
     let Some(i) = indexer else { return Ok(()) };
 
     let (ring, gate) = (cache.tail_ring(), q_lora + latent + i.dim + i.heads);
@@ -99,7 +99,7 @@ pub(crate) fn dsa_write(
         .with(held.pool_keys.address())
         .int(usize::from(cache.half));
     let kernel = cuda.kernels.get(&FILE, &constants, "write_pools")?;
-    cuda.kernels.launch(kernel, Grid::new([rows, 1, 1], i.dim), pools)?;
+    cuda.kernels.launch_early(kernel, Grid::new([rows, 1, 1], i.dim), pools)?;
     let tails = Arguments::new()
         .with(segments)
         .with(proj.at(0))
@@ -110,7 +110,7 @@ pub(crate) fn dsa_write(
         .int(ring);
     let kernel = cuda.kernels.get(&FILE, &constants, "write_tails")?;
     let grid = Grid::new([ring, cuda.plan.step.segments.len(), 1], i.dim);
-    Ok(cuda.kernels.launch(kernel, grid, tails)?)
+    Ok(cuda.kernels.launch_early(kernel, grid, tails)?)
 }
 
 /// [`glimmer_tensor::Backend::dsa_select`].
@@ -137,7 +137,7 @@ pub(crate) fn dsa_select(
     require("dsa_select: width of the selection", cuda.plan.end().min((keep + 1) * kpool - 1), selection.width)?;
     let constants = constants(weights);
     let (segments, row_segments, pages) = (cuda.plan.segments(), cuda.plan.row_segments(), cuda.plan.pages());
-    let pools = cuda.plan.end() / kpool;
+    let pools = cuda.plan.reach() / kpool;
     // Where everything fits, nothing is scored.
     let scored = if pools > keep { pools } else { 0 };
     let turn = SCORES.checked_div(scored).unwrap_or(rows).clamp(GROUP_ROWS, rows.max(GROUP_ROWS));
@@ -146,8 +146,13 @@ pub(crate) fn dsa_select(
     // Whole groups of rows, for the kernel that takes them together.
     let groups = cuda.plan.groups.len();
     let starts = |group: usize| cuda.plan.groups.get(group).map_or(rows, |&row| row as usize);
-    for group in (0..groups).step_by(turn / GROUP_ROWS) {
-        let end = (group + turn / GROUP_ROWS).min(groups);
+    if turn < rows && !cuda.plan.regular() {
+        // The turns below begin where this step's segments do.
+        cuda.kernels.stop_noting();
+    }
+    let together = if turn < rows { turn / GROUP_ROWS } else { groups.max(1) };
+    for group in (0..groups).step_by(together) {
+        let end = (group + together).min(groups);
         let (first, count) = (starts(group), starts(end) - starts(group));
         if cache.half {
             index::score(
@@ -179,7 +184,7 @@ pub(crate) fn dsa_select(
                 .with(scores)
                 .int(scored);
             let score = cuda.kernels.get(&FILE, &constants, "score")?;
-            cuda.kernels.launch(score, Grid::new([scored.div_ceil(TILE), count, 1], 128), arguments)?;
+            cuda.kernels.launch_early(score, Grid::new([scored.div_ceil(TILE), count, 1], 128), arguments)?;
         }
         let arguments = Arguments::new()
             .with(segments)
@@ -195,7 +200,7 @@ pub(crate) fn dsa_select(
             index::choose(cuda, kpool, count, arguments)?;
         } else {
             let choose = cuda.kernels.get(&FILE, &constants, "choose")?;
-            cuda.kernels.launch(choose, Grid::new([count, 1, 1], 256), arguments)?;
+            cuda.kernels.launch_early(choose, Grid::new([count, 1, 1], 256), arguments)?;
         }
     }
     Ok(())
@@ -213,7 +218,7 @@ pub(crate) fn copy_selection(
     for &row in rows {
         require("copy_selection: rows of the source", row as usize + 1, from.rows)?;
     }
-    let list = cuda.list(rows)?;
+    let list = cuda.list(Role::Shared, rows)?;
     let kernel = cuda.kernels.get(&super::dense::FILE, &[], "copy_lists")?;
     let arguments = Arguments::new()
         .with(from.tokens.address())
@@ -222,7 +227,7 @@ pub(crate) fn copy_selection(
         .int(from.width)
         .with(out.tokens.address())
         .with(out.lens.address());
-    Ok(cuda.kernels.launch(kernel, Grid::new([rows.len(), 1, 1], 256), arguments)?)
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([rows.len(), 1, 1], 256), arguments)?)
 }
 
 fn check_indexer(i: &IndexerWeights<Cuda>, cache: &CudaCache) -> Result<()> {

@@ -1,0 +1,144 @@
+//! Transfers between host and device outside the stages.
+//!
+//! The host asks for logits row by row. The first row that it asks for brings all that the step left into pinned memory by one
+//! copy; the others are there already.
+
+use std::sync::PoisonError;
+
+use glimmer_tensor::Result;
+
+use super::{Cuda, weights::widen};
+use crate::{
+    kernels::moe,
+    memory::Pinned,
+    types::{CudaBuffer, CudaRouting, CudaSelection, Format, require},
+};
+
+/// Bytes of logits that are brought together at most; more are read row by row.
+const MOST: usize = 256 << 20;
+
+/// Rows at the beginning of a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Rows {
+    /// The buffer's address.
+    pub(super) address: u64,
+    pub(super) rows: usize,
+}
+
+/// The logits of the last step.
+#[derive(Debug, Default)]
+pub(super) struct Fetched {
+    /// Where they are on the device.
+    of: Option<Rows>,
+    pinned: Option<Pinned>,
+    /// Whether `pinned` holds them.
+    there: bool,
+}
+
+impl Fetched {
+    /// A step left `rows`.
+    pub(super) fn expect(&mut self, rows: Option<Rows>) {
+        (self.of, self.there) = (rows, false);
+    }
+}
+
+impl Cuda {
+    /// Rows of a buffer that the host will ask for.
+    pub(super) fn expect(&mut self, rows: Option<Rows>) {
+        self.fetched.get_mut().unwrap_or_else(PoisonError::into_inner).expect(rows);
+    }
+
+    /// What [`Self::expect`] was told last.
+    pub(super) fn expected(&mut self) -> Option<Rows> {
+        self.fetched.get_mut().unwrap_or_else(PoisonError::into_inner).of
+    }
+
+    fn read_floats(&self, buffer: &CudaBuffer, row: usize, values: &mut [f32]) -> Result<()> {
+        let mut fetched = self.fetched.lock().unwrap_or_else(PoisonError::into_inner);
+        let whole = |rows: usize| 4 * rows * buffer.width;
+        let Some(of) = fetched.of.filter(|of| of.address == buffer.at(0) && row < of.rows && whole(of.rows) <= MOST)
+        else {
+            return Ok(buffer.memory.read(4 * row * buffer.width, values)?);
+        };
+        let pinned = match fetched.pinned.take().filter(|pinned| pinned.bytes() >= whole(of.rows)) {
+            Some(pinned) => pinned,
+            None => {
+                fetched.there = false;
+                Pinned::new(&self.device, whole(of.rows))?
+            }
+        };
+        if !fetched.there {
+            pinned.fetch(&buffer.memory, whole(of.rows))?;
+        }
+        pinned.copy_out(row * buffer.width, values);
+        (fetched.pinned, fetched.there) = (Some(pinned), true);
+        Ok(())
+    }
+
+    /// [`glimmer_tensor::Backend::write`].
+    pub(super) fn write_row(&self, buffer: &mut CudaBuffer, row: usize, values: &[f32]) -> Result<()> {
+        buffer.require("write: the buffer", row + 1, values.len())?;
+        buffer.format = Format::Float;
+        let mut fetched = self.fetched.lock().unwrap_or_else(PoisonError::into_inner);
+        if fetched.of.is_some_and(|of| of.address == buffer.at(0)) {
+            fetched.expect(None);
+        }
+        Ok(buffer.memory.write(4 * row * buffer.width, values)?)
+    }
+
+    /// [`glimmer_tensor::Backend::read`].
+    pub(super) fn read_row(&self, buffer: &CudaBuffer, row: usize, values: &mut [f32]) -> Result<()> {
+        buffer.require("read: the buffer", row + 1, values.len())?;
+        match buffer.format {
+            Format::Float => self.read_floats(buffer, row, values)?,
+            Format::Slots { slots } => moe::read_slots(&self.scratch, slots, row, values)?,
+            Format::Planes { half, rows, pitch } => {
+                require("read: rows of the planes", row + 1, rows)?;
+                require("read: columns of the planes", values.len(), pitch)?;
+                let mut plane = vec![0u8; 2 * values.len()];
+                values.fill(0.0);
+                for start in [0, rows * pitch] {
+                    buffer.memory.read(2 * (start + row * pitch), &mut plane)?;
+                    for (v, b) in values.iter_mut().zip(plane.as_chunks::<2>().0) {
+                        *v += if half { ::half::f16::from_le_bytes(*b).to_f32() } else { widen(*b) };
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// [`glimmer_tensor::Backend::read_selection`].
+    pub(super) fn selected(&self, selection: &CudaSelection, row: usize) -> Vec<u32> {
+        let mut len = [0u32];
+        if row >= selection.rows || selection.lens.read(4 * row, &mut len).is_err() {
+            return Vec::new();
+        }
+        let mut tokens = vec![0u32; (len[0] as usize).min(selection.width)];
+        match selection.tokens.read(4 * row * selection.width, &mut tokens) {
+            Ok(()) => tokens,
+            Err(_) => Vec::new(),
+        }
+    }
+
+    /// [`glimmer_tensor::Backend::write_selection`].
+    pub(super) fn select(&self, selection: &mut CudaSelection, row: usize, tokens: &[u32]) -> Result<()> {
+        require("write_selection: rows of the selection", row + 1, selection.rows)?;
+        require("write_selection: width of the selection", tokens.len(), selection.width)?;
+        selection.tokens.write(4 * row * selection.width, tokens)?;
+        Ok(selection.lens.write(4 * row, &[tokens.len() as u32])?)
+    }
+
+    /// [`glimmer_tensor::Backend::read_routing`].
+    pub(super) fn routed(&self, routing: &CudaRouting, row: usize) -> Vec<(u32, f32)> {
+        let (mut experts, mut weights) = (vec![0u32; routing.top], vec![0.0f32; routing.top]);
+        let at = 4 * row * routing.top;
+        if row >= routing.rows
+            || routing.experts.read(at, &mut experts).is_err()
+            || routing.weights.read(at, &mut weights).is_err()
+        {
+            return Vec::new();
+        }
+        experts.into_iter().zip(weights).collect()
+    }
+}
