@@ -26,11 +26,21 @@ use crate::{
 };
 
 /// The headers that kernels include, with their texts.
-const HEADERS: [(&CStr, &str); 4] = [
+const HEADERS: [(&CStr, &str); 14] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"wgmma.cuh", include_str!("kernels/wgmma.cuh")),
+    (c"fragments.cuh", include_str!("kernels/fragments.cuh")),
     (c"kda.cuh", include_str!("kernels/kda.cuh")),
+    (c"kda_cursor.cuh", include_str!("kernels/kda_cursor.cuh")),
+    (c"kda_image.cuh", include_str!("kernels/kda_image.cuh")),
+    (c"kda_pairs.cuh", include_str!("kernels/kda_pairs.cuh")),
+    (c"kda_pipeline.cuh", include_str!("kernels/kda_pipeline.cuh")),
+    (c"kda_plain.cuh", include_str!("kernels/kda_plain.cuh")),
+    (c"kda_rows.cuh", include_str!("kernels/kda_rows.cuh")),
+    (c"kda_solve.cuh", include_str!("kernels/kda_solve.cuh")),
+    (c"kda_walk.cuh", include_str!("kernels/kda_walk.cuh")),
     (c"async.cuh", include_str!("kernels/async.cuh")),
+    (c"mhc_row.cuh", include_str!("kernels/mhc_row.cuh")),
 ];
 
 /// A source file with its compile-time constants.

@@ -11,7 +11,7 @@ use crate::{
     kernels::{
         dense, dsa, experts,
         gemm::{self, Variant},
-        index, kda, mhc, mla, moe, sparse, vision,
+        index, kda, kda_chunk, mhc, mla, moe, sparse, vision,
     },
     types::GROUP,
 };
@@ -32,8 +32,11 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         mla::FILE.unit(&values(&[text.mla.kv_lora_rank, PAGE_TOKENS])),
         moe::FILE.unit(&values(&[top, experts, moe_config.num_groups, moe_config.topk_groups])),
     ];
-    if text.kda.head_dim == kda::CHUNKED_DIM {
-        units.push(kda::CHUNKS.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)));
+    if text.mhc.streams == mhc::STREAMS {
+        units.push(mhc::SITE.unit(&[]));
+    }
+    if text.kda.head_dim == kda_chunk::DIM {
+        units.push(kda_chunk::FILE.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)));
     }
     if text.mla.kv_lora_rank == sparse::LATENT {
         // What caches of halves take: all heads, and the slices of two and four ranks.
@@ -77,7 +80,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
 
 /// Whether a unit uses what compute capability 9.0 alone has.
 pub fn needs_warpgroups(unit: &Unit) -> bool {
-    [experts::FILE.name, sparse::FILE.name, index::FILE.name].contains(&unit.file)
+    [experts::FILE.name, sparse::FILE.name, index::FILE.name, kda_chunk::FILE.name].contains(&unit.file)
 }
 
 fn variants(config: &Config) -> impl Iterator<Item = Variant> {

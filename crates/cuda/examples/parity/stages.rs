@@ -396,7 +396,8 @@ fn kda_chunks<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
         for (i, parts) in CHUNKED_TRAFFIC.iter().enumerate() {
             let s = step(4, parts, random, 10);
             let rows = s.rows();
-            let proj = random_buffer(b, random, rows, 3 * inner + heads + 3);
+            // An even width: with an odd one rows go one after the other.
+            let proj = random_buffer(b, random, rows, (3 * inner + heads).next_multiple_of(2) + 2);
             let gates = random_buffer(b, random, rows, 2 * inner);
             let mut o = poison(b, rows, inner);
             b.begin(&s).unwrap();

@@ -2,8 +2,9 @@
 //! tensor cores when that form is asked for.
 
 use bytemuck::{Pod, Zeroable};
-use glimmer_tensor::{KdaForm, KdaWeights, Result, Segment};
+use glimmer_tensor::{KdaForm, KdaWeights, Result};
 
+use super::kda_chunk;
 use crate::{
     backend::Cuda,
     cache::CudaCache,
@@ -13,22 +14,13 @@ use crate::{
 
 pub(crate) static FILE: File = File { name: "kda.cu", text: include_str!("kda.cu"), constants: &["DIM", "TAPS"] };
 
-pub(crate) static CHUNKS: File =
-    File { name: "kda_chunk.cu", text: include_str!("kda_chunk.cu"), constants: &["DIM", "TAPS"] };
-
-/// Width of a head that has a chunked form; others go row after row.
-pub(crate) const CHUNKED_DIM: usize = 128;
-
-/// Rows of a chunk.
-const CHUNK: usize = 64;
-
 /// Widths of heads are multiples of this.
 const VALUES: usize = 32;
 
 /// The slots of a layer, as the kernels declare them.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct Ring {
+pub(super) struct Ring {
     state: u64,
     records: u64,
     columns: u64,
@@ -88,28 +80,27 @@ pub(crate) fn kda(
     };
     let stage = Stage { weights, proj, gates, ring, taps: shape.conv_kernel };
     out.format = Format::Float;
-    let chunks = cuda.plan.step.segments.iter().map(whole_chunks).max().unwrap_or(0);
-    if form == KdaForm::Recurrent || chunks == 0 || dim != CHUNKED_DIM || !out.width.is_multiple_of(2) {
+    if form == KdaForm::Recurrent || !kda_chunk::takes(cuda, &stage, out) {
         return stage.rows(cuda, 0, out);
     }
-    stage.rows(cuda, 1, out)?;
-    stage.chunks(cuda, chunks, out)?;
-    stage.rows(cuda, 2, out)
-}
-
-/// Whole chunks among the committed rows of a segment, at multiples of their length from position 0 on.
-fn whole_chunks(s: &Segment) -> usize {
-    let first = (CHUNK - s.position as usize % CHUNK) % CHUNK;
-    (s.commit as usize).saturating_sub(first) / CHUNK
+    let (before, behind) = kda_chunk::outside(&cuda.plan.step.segments);
+    if before {
+        stage.rows(cuda, 1, out)?;
+    }
+    kda_chunk::chunks(cuda, &stage, out)?;
+    if behind {
+        stage.rows(cuda, 2, out)?;
+    }
+    Ok(())
 }
 
 /// What all launches of the stage are given.
-struct Stage<'a> {
-    weights: &'a KdaWeights<Cuda>,
-    proj: &'a CudaBuffer,
-    gates: &'a CudaBuffer,
-    ring: Ring,
-    taps: usize,
+pub(super) struct Stage<'a> {
+    pub(super) weights: &'a KdaWeights<Cuda>,
+    pub(super) proj: &'a CudaBuffer,
+    pub(super) gates: &'a CudaBuffer,
+    pub(super) ring: Ring,
+    pub(super) taps: usize,
 }
 
 impl Stage<'_> {
@@ -126,8 +117,17 @@ impl Stage<'_> {
             grid.threads += PRODUCERS * dim + 32;
             grid.shared = shared(dim, self.taps);
         }
-        let arguments = self
-            .inputs(arguments)?
+        let arguments = arguments
+            .with(self.proj.at(0))
+            .int(self.proj.width)
+            .with(self.gates.at(0))
+            .int(self.gates.width)
+            .with(weights.conv.address())
+            .with(weights.conv.plain("kda: taps")?)
+            .int(weights.conv.pitch)
+            .with(weights.a_log.address())
+            .with(weights.dt_bias.address())
+            .with(weights.gate_lower_bound)
             .with(weights.o_norm.weight.address())
             .with(weights.o_norm.eps)
             .with(self.ring)
@@ -143,79 +143,7 @@ impl Stage<'_> {
             cuda.kernels.launch(kernel, grid, arguments)
         }?)
     }
-
-    fn inputs(&self, arguments: Arguments) -> Result<Arguments> {
-        let weights = self.weights;
-        Ok(arguments
-            .with(self.proj.at(0))
-            .int(self.proj.width)
-            .with(self.gates.at(0))
-            .int(self.gates.width)
-            .with(weights.conv.address())
-            .with(weights.conv.plain("kda: taps")?)
-            .int(weights.conv.pitch)
-            .with(weights.a_log.address())
-            .with(weights.dt_bias.address())
-            .with(weights.gate_lower_bound))
-    }
-
-    /// The whole chunks, at most `most` a segment, in windows that bound the scratch.
-    fn chunks(&self, cuda: &mut Cuda, most: usize, out: &CudaBuffer) -> Result<()> {
-        /// Bytes of scratch, about.
-        const SCRATCH: usize = 192 << 20;
-        let (weights, heads, dim) = (self.weights, self.weights.heads, self.weights.dim);
-        let (count, rows) = (cuda.plan.step.segments.len(), cuda.plan.rows());
-        // Q, K, W (twice), P in 16 bits, U and the decay in f32.
-        let unit = 2 * (4 * CHUNK * dim + CHUNK * CHUNK) + 4 * (CHUNK * dim + dim);
-        let window = (SCRATCH / (count * heads * unit)).clamp(1, most);
-        let scratch = cuda.scratch("chunks of the delta rule", count * window * heads * unit)?;
-        let constants = constants(dim, self.taps);
-        let get = |entry| cuda.kernels.get(&CHUNKS, &constants, entry);
-        let (prepare, walk, gate) = (get("chunk_prepare")?, get("chunk_walk")?, get("chunk_gate")?);
-        let segments = cuda.plan.segments();
-        for first in (0..most).step_by(window) {
-            let arguments = self.inputs(Arguments::new().with(segments).int(first))?;
-            let arguments = arguments.with(self.ring).int(heads).with(scratch);
-            let grid = Grid { blocks: [window, heads, count], threads: 256, shared: PREPARED_BYTES };
-            cuda.kernels.launch(prepare, grid, arguments)?;
-            let arguments = Arguments::new()
-                .with(segments)
-                .int(first)
-                .int(window)
-                .with(self.ring)
-                .int(heads)
-                .with(scratch)
-                .with(out.at(0))
-                .int(out.width);
-            let grid = Grid { blocks: [dim / VALUES, heads, count], threads: 128, shared: WALK_BYTES };
-            cuda.kernels.launch(walk, grid, arguments)?;
-        }
-        let arguments = Arguments::new()
-            .with(segments)
-            .with(cuda.plan.row_segments())
-            .with(self.proj.at(0))
-            .int(self.proj.width)
-            .with(self.gates.at(0))
-            .int(self.gates.width)
-            .with(weights.o_norm.weight.address())
-            .with(weights.o_norm.eps)
-            .with(self.ring)
-            .int(heads)
-            .with(out.at(0))
-            .int(out.width);
-        Ok(cuda.kernels.launch(gate, Grid::new([rows, heads.div_ceil(8), 1], 256), arguments)?)
-    }
 }
-
-/// Dynamic shared memory of `chunk_prepare` and `chunk_walk`: their structures `Prepared` and `Walk`.
-const PREPARED_BYTES: usize = 2 * 3 * CHUNK * (CHUNKED_DIM + 8)
-    + 4 * CHUNK * (CHUNKED_DIM + 4 + CHUNK + 4)
-    + 2 * CHUNK * (CHUNK + 8)
-    + 4 * CHUNK
-    + 512;
-const WALK_BYTES: usize = 2
-    * (2 * (4 * CHUNK * (CHUNKED_DIM + 8) + CHUNK * (CHUNK + 8)) + 4 * (CHUNK * (VALUES + 4) + CHUNKED_DIM))
-    + 2 * 2 * (CHUNK + CHUNKED_DIM) * (VALUES + 8);
 
 /// Groups of threads that prepare rows.
 const PRODUCERS: usize = 2;
@@ -232,7 +160,7 @@ fn blocks(heads: usize, count: usize, multiprocessors: usize) -> usize {
     (heads * count).min(most)
 }
 
-/// Dynamic shared memory of the pipelined form: two states, sums, numbers on their way, constants, six rows (as in `kda.cu`).
+/// Dynamic shared memory of the pipelined form: two states, sums, numbers on their way, constants, six rows (as in `kda_pipeline.cuh`).
 fn shared(dim: usize, taps: usize) -> usize {
     let groups = dim / VALUES;
     let columns = 2 * dim + 2 * groups + PRODUCERS * (2 * (3 * taps + 3) + 3 * taps + 1);

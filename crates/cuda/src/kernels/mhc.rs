@@ -11,6 +11,12 @@ use crate::{
 
 pub(crate) static FILE: File = File { name: "mhc.cu", text: include_str!("mhc.cu"), constants: &["N"] };
 
+/// The fused site.
+pub(crate) static SITE: File = File { name: "mhc_site.cu", text: include_str!("mhc_site.cu"), constants: &[] };
+
+/// Streams that the fused site takes.
+pub(crate) const STREAMS: usize = 4;
+
 /// [`glimmer_tensor::Backend::mhc`].
 pub(crate) fn mhc(
     cuda: &mut Cuda,
@@ -30,7 +36,16 @@ pub(crate) fn mhc(
     require_equal("mhc: base", count, mixer.base.len)?;
     require_equal("mhc: scale", 3, mixer.scale.len)?;
     if let Some(blocks) = whole(cuda, mixer, hidden, y, streams, x) {
-        return site(cuda, rows, mixer, norm, y, streams, x, [hidden, blocks]);
+        let kernel = cuda.kernels.get(&SITE, &[], "site")?;
+        let grid = Grid { blocks: [blocks, 1, 1], threads: THREADS, shared: SHARED };
+        let resident = match blocks {
+            1 => cuda.device().properties().multiprocessors,
+            _ => cuda.kernels.resident_clusters(kernel, grid, blocks)?,
+        };
+        // Clusters of more than eight blocks need not fit.
+        if resident > 0 {
+            return site(cuda, rows, mixer, norm, y, streams, x, [hidden, blocks, resident]);
+        }
     }
     merge(cuda, rows, n, hidden, y, streams)?;
     let products = cuda.scratch("mixing products", 4 * rows * count)?;
@@ -59,12 +74,18 @@ pub(crate) fn mhc(
 }
 
 /// Columns of a block of the fused site, and blocks of a cluster at most.
-const COLUMNS: usize = 512;
-const MAX_BLOCKS: usize = 8;
-/// Rows that a cluster takes at a time.
+const COLUMNS: usize = 256;
+const MAX_BLOCKS: usize = 16;
+/// Rows that a cluster takes at a time, at most.
 const GROUP: usize = 8;
-/// Dynamic shared memory of a block: fragments of the matrix, pieces of 16 bytes on their way.
-const SHARED: usize = COLUMNS / 32 * 8 * 3 * 32 * 8 + 10 * COLUMNS * 16;
+/// Threads of a block: 64 a row, and the warp of the coefficients.
+const THREADS: usize = GROUP * COLUMNS / 4 + 32;
+/// Sums of a block for the others: what all of them need, and what one needs for a row's coefficients.
+const SUMS: usize = 112 + 20;
+/// Dynamic shared memory of a block. For its steps of 16 columns of a stream: streams as operands (with 32 bytes between steps)
+/// and the matrix as operands. For its threads: the norm's weight and the streams of the rows before. Four groups' sums.
+const SHARED: usize =
+    STREAMS * COLUMNS / 16 * (800 + 768) + 2 * COLUMNS * 16 * (1 + STREAMS) + 4 * MAX_BLOCKS * SUMS * 4;
 
 /// Blocks of a cluster, when the fused site takes these shapes: four streams, a BF16 matrix, rows aligned to 16 bytes.
 fn whole(
@@ -77,7 +98,7 @@ fn whole(
 ) -> Option<usize> {
     let widths = [hidden, streams.collapsed.width, x.width, y.map_or(0, |y| y.width), mixer.mix.pitch];
     let fits = cuda.device().properties().capability.0 >= 9
-        && mixer.streams == 4
+        && mixer.streams == STREAMS
         && mixer.mix.kind == Kind::Bf16
         && widths.iter().all(|w| w % 4 == 0)
         && hidden <= COLUMNS * MAX_BLOCKS;
@@ -92,14 +113,15 @@ fn site(
     y: Option<&CudaBuffer>,
     streams: &Streams<Cuda>,
     x: &mut CudaBuffer,
-    [hidden, blocks]: [usize; 2],
+    [hidden, blocks, resident]: [usize; 3],
 ) -> Result<()> {
-    let kernel = cuda.kernels.get(&FILE, &[mixer.streams as i64], "site")?;
-    let mut grid = Grid { blocks: [blocks, 1, 1], threads: COLUMNS + 32, shared: SHARED };
-    let groups = rows.div_ceil(GROUP);
-    // More clusters than the device holds would begin when the others have ended.
-    let resident = if groups == 1 { 1 } else { cuda.kernels.resident_clusters(kernel, grid, blocks)?.max(1) };
-    grid.blocks[0] = blocks * groups.min(resident);
+    let kernel = cuda.kernels.get(&SITE, &[], "site")?;
+    // Few rows are spread over half of what the device holds, so that the next site's blocks come before these end. More clusters
+    // than the device holds would begin when the others have ended.
+    let few = (resident / 2).max(1);
+    let together = if rows <= GROUP * few { rows.div_ceil(few).max(1) } else { GROUP };
+    let clusters = rows.div_ceil(together).min(resident);
+    let grid = Grid { blocks: [blocks * clusters, 1, 1], threads: THREADS, shared: SHARED };
     let arguments = Arguments::new()
         .with(streams.x.at(0))
         .with(y.map_or(0, |y| y.at(0)))
@@ -121,7 +143,8 @@ fn site(
         .int(x.width)
         .int(hidden)
         .int(rows)
-        .int(blocks);
+        .int(blocks)
+        .int(together);
     x.format = Format::Float;
     Ok(cuda.kernels.launch_clusters(kernel, grid, blocks, arguments)?)
 }

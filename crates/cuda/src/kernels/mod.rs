@@ -6,6 +6,7 @@ pub(crate) mod experts;
 pub(crate) mod gemm;
 pub(crate) mod index;
 pub(crate) mod kda;
+pub(crate) mod kda_chunk;
 pub(crate) mod mhc;
 pub(crate) mod mla;
 pub(crate) mod moe;
