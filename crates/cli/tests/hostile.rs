@@ -360,6 +360,7 @@ fn models_are_named_alike_and_exit_codes_are_told() {
     }
     assert!(refusal(&["verify"]).contains("<ARTIFACT>"));
     refused(&["verify", MICRO, "--artifact", MICRO], &["cannot be used with"]);
+    refused(&["eval", MICRO], &["a model directory is named with -m"]);
     assert!(inspected(&["--help"]).contains("Exit codes: 0 done; 1 the answer is no"));
 }
 

@@ -59,6 +59,8 @@ fn ctrl_c_leaves_a_run_that_every_command_knows_how_to_finish() {
 
     let resumed = glimmer(&[&quantize[..], &["--resume"]].concat());
     assert!(resumed.status.success(), "{}", String::from_utf8_lossy(&resumed.stderr));
+    let again = glimmer(&[&quantize[..], &["--resume"]].concat());
+    assert!(String::from_utf8_lossy(&again.stdout).contains("finished already"), "{again:?}");
     let verified = glimmer(&["verify", out, "--source", MICRO]);
     assert!(verified.status.success(), "{}", String::from_utf8_lossy(&verified.stdout));
 }

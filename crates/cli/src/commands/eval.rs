@@ -36,6 +36,11 @@ pub(crate) fn run(args: &EvalArgs, threads: usize) -> anyhow::Result<ExitCode> {
         bail!("--limit 0: nothing would be measured; give at least 1, or leave it out for all");
     }
     if let Some(url) = &args.url {
+        if Path::new(url).join("config.json").is_file() {
+            bail!(
+                "{url}: a model directory is named with -m {url}; the argument without a flag is the URL of a server"
+            );
+        }
         return super::eval_url::run(args, url, &questions(args)?, &options(args));
     }
     let json = OutputFile::prepare_optional(args.json.as_deref())?;

@@ -7,7 +7,7 @@ use glimmer_bench::{PictureEncoder, calibration_samples, read_calibration};
 use glimmer_checkpoint::Checkpoint;
 use glimmer_quantize::{
     Budget, CalibratedExperts, CalibrationSample, Error, Method, Options, Progress, Recipe, gptq::Order, is_unfinished,
-    quantize, scales::ScaleRule,
+    quantize, report::Timing, scales::ScaleRule,
 };
 use glimmer_server::sizing::host_memory;
 use glimmer_tensor::Cpu;
@@ -58,6 +58,10 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     let unexpected = |name| format!("`{name}` is not a tensor of this configuration; it was copied byte for byte");
     failure::warn(&report.unexpected.iter().map(unexpected).collect::<Vec<_>>());
     let mut out = anstream::stdout().lock();
+    if *timing == Timing::default() {
+        writeln!(out, "{}: finished already, with this source and these settings", args.out.display())?;
+        return Ok(ExitCode::SUCCESS);
+    }
     writeln!(
         out,
         "{}: {} matrices, {} calibration tokens, {:.1} s (forward {:.1}, solve {:.1}, copies {:.1})",
