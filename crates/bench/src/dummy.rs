@@ -1,7 +1,10 @@
 //! Random weights for any configuration, made in memory: for measuring speed at full width without a checkpoint.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{
+    Mutex, PoisonError,
+    atomic::{AtomicUsize, Ordering},
+};
 
 use glimmer_checkpoint::{Bytes, Config, Inventory, TensorData, dummy};
 use glimmer_model::Error;
@@ -16,6 +19,8 @@ pub struct DummySource {
     config: Config,
     inventory: Inventory,
     made: Mutex<HashMap<String, Bytes>>,
+    /// What INT4 codes are, in turn, and where the next ones begin.
+    codes: Option<(Bytes, AtomicUsize)>,
 }
 
 impl DummySource {
@@ -31,7 +36,23 @@ impl DummySource {
         };
         let config = Config::parse(&text).map_err(|error| failed(&error))?;
         let inventory = if int4 { Inventory::w4a16(&config) } else { Ok(Inventory::bf16(&config)) };
-        Ok(Self { inventory: inventory.map_err(|error| failed(&error))?, config, made: Mutex::default() })
+        Ok(Self { inventory: inventory.map_err(|error| failed(&error))?, config, made: Mutex::default(), codes: None })
+    }
+
+    /// Takes INT4 codes from `bytes`, other ones for every tensor as long as there are: a mapped file shows how fast a checkpoint
+    /// is read.
+    #[must_use]
+    pub fn with_codes(mut self, bytes: Bytes) -> Self {
+        self.codes = Some((bytes, AtomicUsize::new(0)));
+        self
+    }
+
+    /// The next `len` bytes of the codes; from the beginning again where they end.
+    fn next_codes(&self, len: usize) -> Option<Bytes> {
+        let (bytes, next) = self.codes.as_ref()?;
+        let places = bytes.as_slice().len() / len.max(1);
+        let place = next.fetch_add(1, Ordering::Relaxed) % places.max(1);
+        bytes.slice(place * len..(place + 1) * len)
     }
 
     /// Decoder layers.
@@ -88,11 +109,17 @@ impl Source for DummySource {
     fn tensor(&self, name: &str) -> glimmer_model::Result<TensorData> {
         let missing = || Error::Missing { name: name.to_owned(), expected: "a tensor of the configuration".to_owned() };
         let spec = self.inventory.find(name).ok_or_else(missing)?;
+        let of = |bytes| TensorData { name: name.to_owned(), dtype: spec.dtype, shape: spec.shape.clone(), bytes };
+        if name.ends_with("weight_packed")
+            && let Some(codes) = usize::try_from(spec.bytes()).ok().and_then(|len| self.next_codes(len))
+        {
+            return Ok(of(codes));
+        }
         let kind: String =
             name.chars().filter(|c| !c.is_ascii_digit()).chain(format!("{:?}", spec.shape).chars()).collect();
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
         let bytes = made.entry(kind).or_insert_with(|| Bytes::new(dummy(spec, 0))).clone();
-        Ok(TensorData { name: name.to_owned(), dtype: spec.dtype, shape: spec.shape.clone(), bytes })
+        Ok(of(bytes))
     }
 }
 
@@ -110,6 +137,19 @@ mod tests {
         assert!(text.mtp_layer().is_some());
         assert!(source.has("model.language_model.layers.4.mlp.experts.287.up_proj.weight_packed"));
         assert!(!source.has("model.language_model.layers.6.mlp.experts.0.up_proj.weight"));
+    }
+
+    #[test]
+    fn given_codes_are_taken_in_turn_and_again() {
+        let source = DummySource::new(RELEASED, Some(5), true).unwrap();
+        let name = |expert| format!("model.language_model.layers.4.mlp.experts.{expert}.up_proj.weight_packed");
+        let len = source.tensor(&name(0)).unwrap().bytes.as_slice().len();
+        let given: Vec<u8> = (0..2 * len + 5).map(|i| if i < len { 1 } else { 2 }).collect();
+        let source = source.with_codes(Bytes::new(given));
+        let first = |expert| source.tensor(&name(expert)).unwrap().bytes.as_slice()[0];
+        assert_eq!([first(0), first(1), first(2)], [1, 2, 1]);
+        let few = DummySource::new(RELEASED, Some(5), true).unwrap().with_codes(Bytes::new(vec![1; 8]));
+        assert_eq!(few.tensor(&name(0)).unwrap().bytes.as_slice().len(), len, "too few codes: made ones");
     }
 
     #[test]

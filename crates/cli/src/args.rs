@@ -585,6 +585,9 @@ pub(crate) struct BenchStepArgs {
     /// Steps of each kind
     #[arg(long, default_value_t = 40, value_name = "N", value_parser = clap::value_parser!(u16).range(4..=10_000))]
     pub(crate) repeats: u16,
+    /// Take INT4 codes from this file, in turn, to see how fast weights are read from files
+    #[arg(long, value_name = "FILE")]
+    pub(crate) codes: Option<PathBuf>,
     /// Also whose the time is: how much shorter a step is without each kernel
     #[arg(long)]
     pub(crate) parts: bool,

@@ -5,7 +5,15 @@
 
 #![allow(unsafe_code, reason = "the driver's interface is C")]
 
-use std::{cell::Cell, ffi::CStr, panic::catch_unwind, sync::Arc};
+use std::{
+    cell::Cell,
+    ffi::CStr,
+    panic::catch_unwind,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+};
 
 use cudarc::driver::sys;
 
@@ -25,6 +33,8 @@ struct Inner {
     device: sys::CUdevice,
     context: sys::CUcontext,
     stream: sys::CUstream,
+    /// How often somebody asked for the stream who is not seen by the notes of launches.
+    asked: AtomicU64,
     properties: Properties,
 }
 
@@ -148,7 +158,7 @@ impl Device {
             check("cuStreamCreate", sys::cuStreamCreate(&raw mut stream, 1))?;
         }
         CURRENT.set(context as usize);
-        Ok(Self { inner: Arc::new(Inner { device, context, stream, properties }) })
+        Ok(Self { inner: Arc::new(Inner { device, context, stream, asked: AtomicU64::new(0), properties }) })
     }
 
     /// What is known about the device.
@@ -170,8 +180,20 @@ impl Device {
         Ok(())
     }
 
+    /// The stream, to give it anything.
     pub(crate) fn stream(&self) -> sys::CUstream {
+        self.inner.asked.fetch_add(1, Ordering::Relaxed);
         self.inner.stream
+    }
+
+    /// The stream, to give it a launch that is noted.
+    pub(crate) fn stream_for_launches(&self) -> sys::CUstream {
+        self.inner.stream
+    }
+
+    /// How often [`Self::stream`] was called: whether the stream may have been given more than noted launches.
+    pub(crate) fn asked(&self) -> u64 {
+        self.inner.asked.load(Ordering::Relaxed)
     }
 
     /// Waits until all work is done.

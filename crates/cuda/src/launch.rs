@@ -58,8 +58,8 @@ pub struct Kernels {
     launches: AtomicUsize,
     /// Weights on their way.
     pub(crate) uploads: Uploads,
-    /// Launches since somebody asked for notes.
-    notes: Mutex<Option<Vec<Launch>>>,
+    /// Launches since somebody asked for notes, and what [`Device::asked`] said then.
+    notes: Mutex<Option<(u64, Vec<Launch>)>>,
 }
 
 /// A kernel, ready to be launched.
@@ -204,8 +204,7 @@ impl Kernels {
         self.take(Launch { kernel, grid, cluster: 1, early: false, arguments })
     }
 
-    /// As [`Kernels::launch`], for kernels that wait for the launch in front of them by themselves (`after_previous`): they
-    /// may be set up while it still runs.
+    /// As [`Kernels::launch`], for kernels that wait for the launch in front of them by themselves (`after_previous`).
     ///
     /// # Errors
     /// As [`Kernels::launch`].
@@ -242,12 +241,13 @@ impl Kernels {
 
     /// From now on launches are noted beside being given to the device.
     pub(crate) fn note(&self) {
-        *self.notes.lock().unwrap_or_else(PoisonError::into_inner) = Some(Vec::new());
+        *self.notes.lock().unwrap_or_else(PoisonError::into_inner) = Some((self.device.asked(), Vec::new()));
     }
 
-    /// Ends that: the launches since, or none where [`Self::note`] was not called since the last call.
+    /// Ends that: the launches since; none where [`Self::note`] was not called or the stream may have been given anything else.
     pub(crate) fn stop_noting(&self) -> Option<Vec<Launch>> {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner).take()
+        let notes = self.notes.lock().unwrap_or_else(PoisonError::into_inner).take();
+        notes.filter(|(asked, _)| *asked == self.device.asked()).map(|(_, launches)| launches)
     }
 
     /// Gives launches to the device again.
@@ -261,7 +261,7 @@ impl Kernels {
         }
         self.uploads.settle()?;
         self.enqueue(&launch)?;
-        if let Some(notes) = &mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner) {
+        if let Some((_, notes)) = &mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner) {
             notes.push(launch);
         }
         Ok(())
@@ -269,7 +269,7 @@ impl Kernels {
 
     fn enqueue(&self, launch: &Launch) -> Result<()> {
         self.launches.fetch_add(1, Ordering::Relaxed);
-        enqueue(&self.device, self.device.stream(), launch)
+        enqueue(&self.device, self.device.stream_for_launches(), launch)
     }
 
     /// Launches so far.

@@ -56,7 +56,10 @@ pub(crate) fn run(args: &BenchStepArgs, threads: usize) -> anyhow::Result<ExitCo
     let file = OutputFile::prepare_optional(args.json.as_deref())?;
     let place = Place::of(&args.device)?;
     let name = place.name(threads);
-    let source = DummySource::new(&open::text(&args.config)?, args.layers.map(usize::from), !args.bf16)?;
+    let mut source = DummySource::new(&open::text(&args.config)?, args.layers.map(usize::from), !args.bf16)?;
+    if let Some(path) = &args.codes {
+        source = source.with_codes(glimmer_checkpoint::map_file(path)?);
+    }
     let rows = on_device!(place, open => measure(args, &name, &source, &|| open(threads))?);
     if let Some(file) = file {
         file.finish_json(&json!({"device": name, "rows": rows}))?;

@@ -119,7 +119,10 @@ pub(crate) fn check(open: &dyn Fn() -> Cuda) -> usize {
         let mut cuda = open();
         cuda.set_eager(eager);
         let mut model = Model::load(cuda, &source, limits(), Options::default()).unwrap();
+        let free = |model: &Model<Cuda>| model.backend().device().free_memory().unwrap().0;
+        let before = free(&model);
         let seen = [script(&mut model, &tokens), script(&mut model, &tokens)];
+        println!("graphs, eager {eager}: {} KiB less free than before", before.saturating_sub(free(&model)) >> 10);
         (seen, model.backend().repeated())
     };
     let (expected, (none, _)) = run(true);

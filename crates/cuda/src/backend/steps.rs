@@ -2,7 +2,8 @@
 //!
 //! A graph repeats launches with the arguments that they had. So everything that differs between steps of one [`Key`] lies
 //! behind addresses that do not: the plan's block, filled by one copy before the graph runs. What a key does not fix must not
-//! reach a launch; whether that holds is not taken on trust: a step is kept only if its launches were the same twice.
+//! reach a launch; whether that holds is not taken on trust: a step is kept only if its launches were the same twice, and nothing
+//! else went into the stream (a library's products, a copy).
 
 use glimmer_tensor::{Program, Result, Step};
 
