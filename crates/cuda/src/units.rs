@@ -9,7 +9,7 @@ use crate::{
     bench,
     compile::Unit,
     kernels::{
-        dense, dsa, experts,
+        dense, dsa, experts, few,
         gemm::{self, Variant},
         index, kda, kda_chunk, mhc, mla, moe, sparse, vision,
     },
@@ -66,6 +66,14 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
             units.push(gemm::FILE.unit(&constants));
         }
     }
+    for (swiglu, columns) in few_columns(config) {
+        for (rows, tiles) in [8, 16, few::MOST_ROWS].into_iter().flat_map(|rows| [(rows, 1), (rows, 1 << 20)]) {
+            let unit = few::constants(rows, columns, tiles, swiglu, 2).map(|constants| few::FILE.unit(&constants));
+            if let Some(unit) = unit.filter(|unit| !units.contains(unit)) {
+                units.push(unit);
+            }
+        }
+    }
     for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
         let groups = columns / GROUP;
         for constants in experts::variants(swiglu, groups) {
@@ -80,7 +88,8 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
 
 /// Whether a unit uses what compute capability 9.0 alone has.
 pub fn needs_warpgroups(unit: &Unit) -> bool {
-    [experts::FILE.name, sparse::FILE.name, index::FILE.name, kda_chunk::FILE.name].contains(&unit.file)
+    let only = [experts::FILE.name, few::FILE.name, sparse::FILE.name, index::FILE.name, kda_chunk::FILE.name];
+    only.contains(&unit.file)
 }
 
 fn variants(config: &Config) -> impl Iterator<Item = Variant> {
@@ -112,6 +121,21 @@ fn variants(config: &Config) -> impl Iterator<Item = Variant> {
     let plain = plain.into_iter().flat_map(move |columns| of(false, false, false, columns));
     let gated = gated.into_iter().flat_map(move |columns| of(false, true, false, columns));
     routed.chain(plain).chain(gated)
+}
+
+/// Columns of products with few rows, and whether they are a gate's.
+fn few_columns(config: &Config) -> Vec<(bool, usize)> {
+    let text = &config.text;
+    let down = [
+        text.hidden_size,
+        2 * text.hidden_size,
+        text.intermediate_size,
+        text.moe.num_shared * text.moe.intermediate_size,
+        text.kda.num_heads * text.kda.head_dim,
+        text.mla.q_lora_rank,
+        text.mla.num_heads * text.mla.v_head_dim,
+    ];
+    down.into_iter().map(|columns| (false, columns)).chain([(true, text.hidden_size)]).collect()
 }
 
 fn vision_columns(v: &VisionConfig) -> [usize; 6] {

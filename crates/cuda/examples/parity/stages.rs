@@ -29,6 +29,10 @@ fn products<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
         (Kind::Bf16, 96, 4096),
         (Kind::Bf16, 31, 2048),
         (Kind::Bf16, 24, 12),
+        (Kind::Bf16, 700, 512),
+        (Kind::Bf16, 150, 1536),
+        (Kind::Bf16, 2060, 2048),
+        (Kind::Bf16, 30, 8192),
         (Kind::F32, 33, 200),
         (Kind::Int4, 48, 128),
         (Kind::Int4, 136, 2048),
@@ -37,7 +41,10 @@ fn products<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
     .into_iter()
     .enumerate()
     {
-        for rows in [1, 3, 8, 9, 17, 33, 70] {
+        for rows in [1, 3, 8, 9, 17, 24, 25, 70] {
+            if outs > 1000 && ![3, 24].contains(&rows) {
+                continue;
+            }
             let random = &mut Random(100 * case as u64 + rows as u64);
             let x = random_buffer(b, random, rows + 1, columns + 5);
             let first = linear(b, random, kind, outs, columns, rows % 2 == 1);
@@ -48,12 +55,21 @@ fn products<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
             let all = read(b, &y, rows, outs + 8);
             let written: Vec<f32> = all.chunks_exact(outs + 8).flat_map(|r| r[2..outs + 7].to_vec()).collect();
             out.push((format!("linear {kind:?} [{outs}, {columns}] M {rows}"), written, PRODUCT));
+            if kind == Kind::Bf16 && [8, 24].contains(&rows) {
+                let mut alone = poison(b, 1, outs + 8);
+                b.linear(1, x, &[&first], &mut alone, 2).unwrap();
+                let same = read(b, &alone, 1, outs + 8)[2..outs + 2] == all[2..outs + 2];
+                let name = format!("linear {kind:?} [{outs}, {columns}]: a row's bits, alone and among {rows}");
+                out.push((name, vec![1.0, f32::from(u8::from(same))], 0.0));
+            }
         }
     }
     for (case, (kind, shape, bias)) in [
         (Kind::Bf16, [64, 96, 40], true),
         (Kind::Bf16, [128, 40, 64], false),
         (Kind::Bf16, [256, 512, 256], false),
+        (Kind::Bf16, [4096, 72, 40], true),
+        (Kind::Bf16, [1536, 300, 512], false),
         (Kind::Int4, [256, 128, 64], false),
         (Kind::Int4, [4096, 256, 128], false),
     ]
@@ -576,6 +592,8 @@ fn vision<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Which {
     All,
+    /// Products with BF16 and INT4 matrices, norms, the head.
+    Dense,
     /// The experts.
     Experts,
     /// Delta attention and hyper-connections.
@@ -585,6 +603,11 @@ pub(crate) enum Which {
 fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     let mut out = Vec::new();
     b.reserve(256, 8192, 4 * 32 * PAGE_TOKENS).unwrap();
+    if which == Which::Dense {
+        products(b, &mut out);
+        rows_and_norms(b, &mut out);
+        return out;
+    }
     if which == Which::Experts {
         moe(b, &mut out);
         wide_experts(b, &mut out);

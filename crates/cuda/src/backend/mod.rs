@@ -72,6 +72,9 @@ pub struct Cuda {
     pub(crate) tuning: Option<experts::Sizes>,
     /// Counters by which blocks of the experts' kernel wait for each other; zero between launches.
     pub(crate) flags: Option<Memory>,
+    /// Clusters of products with few rows that the device holds at a time, by their blocks and whether two blocks share a
+    /// multiprocessor.
+    pub(crate) few_groups: HashMap<(usize, bool), usize>,
     /// Rotary angles of the last picture: height, width, head width.
     pub(crate) turns: Option<((usize, usize, usize), Memory)>,
 }
@@ -98,6 +101,7 @@ impl Cuda {
             half_cache: options.half_cache,
             tuning: None,
             flags: None,
+            few_groups: HashMap::new(),
             turns: None,
         })
     }

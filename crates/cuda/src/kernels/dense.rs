@@ -2,7 +2,10 @@
 
 use glimmer_tensor::{Columns, Linear, Norm, Result, Streams, Swiglu};
 
-use super::gemm::{self, Input};
+use super::{
+    few,
+    gemm::{self, Input},
+};
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
@@ -54,7 +57,8 @@ pub(crate) fn dot(
     Ok(cuda.kernels.launch_early(kernel, grid, arguments)?)
 }
 
-fn joint(
+/// `out[row, start ..] = [W0 x | W1 x | ...]`.
+pub(crate) fn joint(
     cuda: &mut Cuda,
     rows: usize,
     input: Input<'_>,
@@ -74,7 +78,16 @@ fn joint(
     out.format = Format::Float;
     let mut planes: Option<(Kind, gemm::Planes)> = None;
     let mut column = start;
-    for linear in weights {
+    let mut left = weights;
+    while let Some((linear, rest)) = left.split_first() {
+        let together = few::together(cuda, rows, input, left);
+        if together > 0 {
+            few::product(cuda, rows, input, &left[..together], out, column)?;
+            column += left[..together].iter().map(|l| l.weight.out).sum::<usize>();
+            left = &left[together..];
+            continue;
+        }
+        left = rest;
         let kind = linear.weight.kind;
         match planes {
             Some((held, planes)) if held == kind => gemm::product(cuda, rows, planes, linear, out, column)?,
@@ -113,6 +126,23 @@ pub(crate) fn check_swiglu(weights: &Swiglu<Cuda>, input: usize) -> Result<()> {
     check("SwiGLU: columns of down", &weights.down, weights.gate.weight.out)
 }
 
+/// The first half of a SwiGLU: the activation.
+pub(crate) fn gated(
+    cuda: &mut Cuda,
+    rows: usize,
+    input: Input<'_>,
+    weights: &Swiglu<Cuda>,
+    limit: f32,
+    act: &mut CudaBuffer,
+) -> Result<()> {
+    let Swiglu { gate, up, down } = weights;
+    if [gate, up].iter().all(|l| few::takes(cuda, rows, input, &l.weight)) {
+        return few::gated(cuda, rows, input, gate, up, limit, act);
+    }
+    let planes = gemm::planes(cuda, rows, input, gate.weight.kind)?;
+    gemm::gated(cuda, rows, planes, gate, up, limit, down.weight.kind, act)
+}
+
 /// [`glimmer_tensor::Backend::swiglu`].
 pub(crate) fn swiglu(
     cuda: &mut Cuda,
@@ -127,9 +157,7 @@ pub(crate) fn swiglu(
     check_swiglu(weights, input)?;
     x.require("swiglu: the input", rows, input)?;
     act.require("swiglu: the activation", rows, width)?;
-    let planes =
-        gemm::planes(cuda, rows, Input { buffer: x, start: 0, width: input, list: 0 }, weights.gate.weight.kind)?;
-    gemm::gated(cuda, rows, planes, &weights.gate, &weights.up, limit, weights.down.weight.kind, act)?;
+    gated(cuda, rows, Input { buffer: x, start: 0, width: input, list: 0 }, weights, limit, act)?;
     joint(cuda, rows, Input { buffer: act, start: 0, width, list: 0 }, &[&weights.down], out, 0)
 }
 
@@ -281,6 +309,9 @@ pub(crate) fn head(
     let list = cuda.list(Role::Logits, rows)?;
     let input = Input { buffer: hidden, start: 0, width: matrix.columns, list };
     logits.format = Format::Float;
+    if few::takes(cuda, rows.len(), input, matrix) {
+        return few::product_of(cuda, rows.len(), input, matrix, logits);
+    }
     if matrix.multiplies() {
         let planes = gemm::planes(cuda, rows.len(), input, matrix.kind)?;
         return gemm::product_of(cuda, rows.len(), planes, matrix, 0, logits, 0);

@@ -329,9 +329,7 @@ pub(crate) fn moe_up(
         dense::check_swiglu(shared, shape.input)?;
         require_equal("experts: rows of down", shape.hidden, shared.down.weight.out)?;
         shared_act.require("moe_up: the shared activation", rows, shared.gate.weight.out)?;
-        let kind = shared.gate.weight.kind;
-        let planes = gemm::planes(cuda, rows, input, kind)?;
-        gemm::gated(cuda, rows, planes, &shared.gate, &shared.up, set.limit, shared.down.weight.kind, shared_act)?;
+        dense::gated(cuda, rows, input, shared, set.limit, shared_act)?;
     }
     Ok(())
 }
@@ -410,13 +408,12 @@ pub(crate) fn moe_down(
     if let Some(shared) = &set.shared {
         let width = shared.gate.weight.out;
         shared_act.require("moe_down: the shared activation", rows, width)?;
-        let planes =
-            gemm::planes(cuda, rows, Input { buffer: shared_act, start: 0, width, list: 0 }, shared.down.weight.kind)?;
         let bytes = 4 * rows * shape.hidden;
         let room = cuda.scratch_memory("output of the shared expert", bytes)?;
         shared_out = room.address();
-        let room = CudaBuffer { memory: room, rows, width: shape.hidden, format: Format::Float };
-        gemm::product(cuda, rows, planes, &shared.down, &room, 0)?;
+        let mut room = CudaBuffer { memory: room, rows, width: shape.hidden, format: Format::Float };
+        let input = Input { buffer: shared_act, start: 0, width, list: 0 };
+        dense::joint(cuda, rows, input, &[&shared.down], &mut room, 0)?;
     }
     let constants = [routing.top, routing.num_experts, 1, 1].map(|c| c as i64);
     let arguments = Arguments::new()
