@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// The headers that kernels include, with their texts.
-const HEADERS: [(&CStr, &str); 14] = [
+const HEADERS: [(&CStr, &str); 15] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"wgmma.cuh", include_str!("kernels/wgmma.cuh")),
     (c"fragments.cuh", include_str!("kernels/fragments.cuh")),
@@ -41,6 +41,7 @@ const HEADERS: [(&CStr, &str); 14] = [
     (c"kda_walk.cuh", include_str!("kernels/kda_walk.cuh")),
     (c"async.cuh", include_str!("kernels/async.cuh")),
     (c"mhc_row.cuh", include_str!("kernels/mhc_row.cuh")),
+    (c"experts.cuh", include_str!("kernels/experts.cuh")),
 ];
 
 /// A source file with its compile-time constants.

@@ -11,7 +11,7 @@ use crate::{
     kernels::{
         dense, dsa, experts, few,
         gemm::{self, Variant},
-        index, kda, kda_chunk, mhc, mla, moe, sparse, vision,
+        index, kda, kda_chunk, mhc, mla, moe, slots, sparse, vision,
     },
     types::GROUP,
 };
@@ -31,6 +31,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         dsa::FILE.unit(&values(&dsa::WITHOUT_INDEXER)),
         mla::FILE.unit(&values(&[text.mla.kv_lora_rank, PAGE_TOKENS])),
         moe::FILE.unit(&values(&[top, experts, moe_config.num_groups, moe_config.topk_groups])),
+        slots::FILE.unit(&values(&[top, experts])),
     ];
     if text.mhc.streams == mhc::STREAMS {
         units.push(mhc::SITE.unit(&[]));
@@ -76,8 +77,8 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     }
     for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
         let groups = columns / GROUP;
-        for constants in experts::variants(swiglu, groups) {
-            let unit = experts::FILE.unit(&constants);
+        for variant in experts::variants(swiglu, groups) {
+            let unit = variant.file.unit(&variant.constants);
             if !units.contains(&unit) {
                 units.push(unit);
             }
@@ -88,7 +89,14 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
 
 /// Whether a unit uses what compute capability 9.0 alone has.
 pub fn needs_warpgroups(unit: &Unit) -> bool {
-    let only = [experts::FILE.name, few::FILE.name, sparse::FILE.name, index::FILE.name, kda_chunk::FILE.name];
+    let only = [
+        experts::FEW.name,
+        experts::MANY.name,
+        few::FILE.name,
+        sparse::FILE.name,
+        index::FILE.name,
+        kda_chunk::FILE.name,
+    ];
     only.contains(&unit.file)
 }
 

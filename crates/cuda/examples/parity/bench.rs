@@ -58,7 +58,7 @@ pub(crate) fn run(cuda: &mut Cuda, tune: bool, only: Option<usize>) -> usize {
         let sets: Vec<_> = (0..2).map(|_| random_experts(cuda, chain(1)).unwrap()).collect();
         let mut tunings = vec![None];
         if tune {
-            tunings.extend([[16, 4, 1, 10], [64, 4, 1, 6], [128, 4, 1, 4]].map(Some));
+            tunings.extend([8, 16, 32, 64, 128].map(Some));
         }
         for &tuning in &tunings {
             for &(rows, anchor) in anchors {

@@ -494,7 +494,8 @@ fn moe<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
                     continue;
                 }
                 let random = &mut Random(900 + case as u64);
-                let (hidden, width) = (128, 128);
+                // Columns of one group, and of two and four.
+                let (hidden, width) = if case == 1 { (256, 512) } else { (128, 128) };
                 let rule = RouterRule { top, groups, top_groups, normalize: case != 1, scale: 2.5 };
                 let gate = matrix(b, random, Kind::F32, experts, hidden);
                 // Ties everywhere in one case: equal rows of the gate cannot be made here, equal inputs can.

@@ -20,7 +20,6 @@ use crate::{
     compile::Compiler,
     device::Device,
     error,
-    kernels::experts,
     launch::Kernels,
     memory::{Allocator, Memory},
     plan::{Plan, Role},
@@ -68,10 +67,8 @@ pub struct Cuda {
     pub(crate) planes: usize,
     /// Caches are made of halves where there are kernels for them.
     pub(crate) half_cache: bool,
-    /// Sizes of the experts' kernel other than its own choice (for measurements).
-    pub(crate) tuning: Option<experts::Sizes>,
-    /// Counters by which blocks of the experts' kernel wait for each other; zero between launches.
-    pub(crate) flags: Option<Memory>,
+    /// Tokens of the experts' work items other than their own choice (for measurements).
+    pub(crate) tuning: Option<usize>,
     /// Clusters of products with few rows that the device holds at a time, by their blocks and whether two blocks share a
     /// multiprocessor.
     pub(crate) few_groups: HashMap<(usize, bool), usize>,
@@ -100,7 +97,6 @@ impl Cuda {
             planes: if options.single_plane { 1 } else { 2 },
             half_cache: options.half_cache,
             tuning: None,
-            flags: None,
             few_groups: HashMap::new(),
             turns: None,
         })

@@ -9,7 +9,7 @@ use glimmer_tensor::Result;
 
 use super::{Cuda, weights::widen};
 use crate::{
-    kernels::moe,
+    kernels::slots,
     memory::Pinned,
     types::{CudaBuffer, CudaRouting, CudaSelection, Format, require},
 };
@@ -91,7 +91,7 @@ impl Cuda {
         buffer.require("read: the buffer", row + 1, values.len())?;
         match buffer.format {
             Format::Float => self.read_floats(buffer, row, values)?,
-            Format::Slots { slots } => moe::read_slots(&self.scratch, slots, row, values)?,
+            Format::Slots { slots } => slots::read(&self.scratch, slots, row, values)?,
             Format::Planes { half, rows, pitch } => {
                 require("read: rows of the planes", row + 1, rows)?;
                 require("read: columns of the planes", values.len(), pitch)?;

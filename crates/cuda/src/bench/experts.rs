@@ -52,8 +52,7 @@ pub fn random_experts(cuda: &Cuda, chain: Chain) -> Result<Experts<Cuda>> {
 }
 
 /// The chain work list with the rows in their slots, gate and up with SwiGLU, down, combination, over the sets in turn; then
-/// parts of it. `tuning` are sizes of the experts' kernel: tokens of an item, warpgroups, tiles of 64
-/// rows of a warpgroup, stages.
+/// parts of it. `tuning` are the tokens of a work item, when not those of the backend's choice.
 ///
 /// # Errors
 /// Errors of the device.
@@ -61,7 +60,7 @@ pub fn expert_chain(
     cuda: &mut Cuda,
     chain: Chain,
     sets: &[Experts<Cuda>],
-    tuning: Option<[i64; 4]>,
+    tuning: Option<usize>,
 ) -> Result<(Vec<Row>, usize)> {
     let Chain { experts, top, hidden, width, rows } = chain;
     let choices = rows * top;

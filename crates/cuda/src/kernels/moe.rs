@@ -1,13 +1,9 @@
-//! Router, work list, experts, combination.
+//! Router and the stages of the experts; see [`super::slots`] for their work list, [`super::experts`] and [`gemm`] for the products.
 //!
 //! The experts' matrices lie wherever they were loaded; a table of their addresses is made when a set of experts is first
-//! used. A work item is an expert and up to `8 NT` of its choices; items are in the order of experts, so that consecutive
-//! blocks read consecutive weights.
+//! used. Work items are in the order of experts, so that consecutive blocks read consecutive weights.
 
-use std::{
-    collections::HashMap,
-    hash::{DefaultHasher, Hash, Hasher},
-};
+use std::hash::{DefaultHasher, Hash, Hasher};
 
 use bytemuck::Zeroable;
 use glimmer_tensor::{Error, Experts, Result, RouterRule};
@@ -15,33 +11,16 @@ use glimmer_tensor::{Error, Experts, Result, RouterRule};
 use super::{
     dense, experts,
     gemm::{self, Args, Input, Variant},
+    slots::{self, List},
 };
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
-    memory::Memory,
-    types::{CudaBuffer, CudaMatrix, CudaRouting, CudaVector, Format, GROUP, INT4_ROWS, Kind, require, require_equal},
+    types::{CudaBuffer, CudaMatrix, CudaRouting, CudaVector, Format, GROUP, Kind, require, require_equal},
 };
 
 pub(crate) static FILE: File =
     File { name: "moe.cu", text: include_str!("moe.cu"), constants: &["TOP", "EXPERTS", "GROUPS", "KEPT"] };
-
-/// Words of a work item: expert, first choice, choices.
-const ITEM_WORDS: usize = 3;
-
-/// The work list in scratch.
-#[derive(Debug, Clone, Copy)]
-struct List {
-    grouped: u64,
-    items: u64,
-    count: u64,
-    /// Items at most.
-    most: usize,
-    /// Slots of a piece of 64 columns.
-    slots: usize,
-    /// Rows in slots, or 0.
-    packed: u64,
-}
 
 /// What both products of a list have in common.
 fn slot_args(table: u64, list: List) -> experts::Args {
@@ -49,8 +28,8 @@ fn slot_args(table: u64, list: List) -> experts::Args {
         table,
         items: list.items,
         item_count: list.count,
-        list: list.grouped,
         slots: list.slots as i32,
+        early: i32::from(!list.fresh),
         ..experts::Args::zeroed()
     }
 }
@@ -152,123 +131,18 @@ fn table(cuda: &mut Cuda, set: &Experts<Cuda>, routing: &CudaRouting, rows: usiz
     Ok((shape, address))
 }
 
+/// Outputs of the experts, in slots or in the order of choices.
+const DOWN: &str = "outputs of the experts";
+
 /// Tiles of 8 tokens of a work item: the mean number of choices of an expert.
 fn tiles(int4: bool, choices: usize, experts: usize) -> usize {
     gemm::tiles(int4, (choices / experts.max(1)).max(1) * 4 / 3)
 }
 
-/// Choices that are counted together.
-const CHUNK: usize = 2048;
-
-/// Rows that go into their slots together with the making of the list.
-const PACKED_ROWS: usize = 128;
-
-/// The work list of the routing, made when the last one is another; `rows_in` puts the rows of a buffer into the slots.
-fn list(
-    cuda: &mut Cuda,
-    rows: usize,
-    routing: &CudaRouting,
-    tokens: usize,
-    rows_in: Option<(&CudaBuffer, usize)>,
-) -> Result<List> {
-    let (choices, experts) = (rows * routing.top, routing.num_experts);
-    let most = choices.min(experts + choices / tokens);
-    let slots = experts::slots(choices, experts);
-    let grouped = cuda.scratch("choices by expert", 4 * slots)?;
-    let slot_of = cuda.scratch(SLOTS_OF, 4 * choices)?;
-    let items = cuda.scratch("work items", 4 * ITEM_WORDS * most)?;
-    let count = cuda.scratch("number of work items", 4)?;
-    let packed = match rows_in {
-        Some((_, columns)) => cuda.scratch("tokens of the experts", experts::slot_bytes(slots, columns))?,
-        None => 0,
-    };
-    let list = List { grouped, items, count, most, slots, packed };
-    let wanted = (routing.id, rows, tokens);
-    // Groups do not matter to the list.
-    let constants = [routing.top, experts, 1, 1].map(|c| c as i64);
-    let (x, stride, columns) = rows_in.map_or((0, 0, 0), |(buffer, columns)| (buffer.at(0), buffer.width, columns));
-    let planned = cuda.planned == Some(wanted);
-    let together = !planned && rows <= PACKED_ROWS;
-    if !planned {
-        let chunks = choices.div_ceil(CHUNK);
-        let counts = if chunks > 1 { cuda.scratch("counts of the experts", 4 * chunks * experts)? } else { 0 };
-        if chunks > 1 {
-            let arguments = Arguments::new().with(routing.experts.address()).int(choices).with(counts);
-            let kernel = cuda.kernels.get(&FILE, &constants, "count")?;
-            cuda.kernels.launch_early(kernel, Grid::new([chunks, 1, 1], 256), arguments)?;
-        }
-        let arguments = Arguments::new()
-            .with(routing.experts.address())
-            .int(choices)
-            .int(tokens)
-            .with(counts)
-            .with(grouped)
-            .with(slot_of)
-            .with(items)
-            .with(count)
-            .with(x)
-            .int(stride)
-            .int(columns)
-            .with(if together { packed } else { 0 })
-            .int(slots);
-        let kernel = cuda.kernels.get(&FILE, &constants, "plan")?;
-        cuda.kernels.launch_early(kernel, Grid::new([experts, 1, 1], 256), arguments)?;
-        cuda.planned = Some(wanted);
-    }
-    if packed != 0 && !together {
-        into_slots(cuda, rows, (x, stride, columns), routing, routing.top, slot_of, (packed, slots))?;
-    }
-    Ok(list)
-}
-
-/// Rows into the slots of their choices, `top` a row.
-fn into_slots(
-    cuda: &Cuda,
-    rows: usize,
-    (x, stride, columns): (u64, usize, usize),
-    routing: &CudaRouting,
-    top: usize,
-    slot_of: u64,
-    (packed, slots): (u64, usize),
-) -> Result<()> {
-    let constants = [routing.top, routing.num_experts, 1, 1].map(|c| c as i64);
-    let arguments = Arguments::new().with(x).int(stride).int(columns).int(top).with(slot_of).with(packed).int(slots);
-    let kernel = cuda.kernels.get(&FILE, &constants, "pack")?;
-    Ok(cuda.kernels.launch_early(kernel, Grid::new([columns.div_ceil(1024), rows, 1], 128), arguments)?)
-}
-
-/// Slot of every choice.
-const SLOTS_OF: &str = "slots of the choices";
-/// Activations of the experts, in slots.
-const ACTIVATIONS: &str = "activations of the experts";
-
-/// A row of activations in slots, for the host.
-pub(crate) fn read_slots(
-    scratch: &HashMap<&'static str, Memory>,
-    slots: usize,
-    row: usize,
-    values: &mut [f32],
-) -> Result<()> {
-    let (Some(slot_of), Some(memory)) = (scratch.get(SLOTS_OF), scratch.get(ACTIVATIONS)) else {
-        return Err(Error::Capacity { what: "read: activations in slots", needed: 1, available: 0 });
-    };
-    let mut slot = [0u32];
-    slot_of.read(4 * row, &mut slot)?;
-    let slot = slot[0] as usize;
-    for (piece, values) in values.chunks_mut(INT4_ROWS).enumerate() {
-        let mut halves = [0u16; INT4_ROWS];
-        memory.read(128 * (piece * slots + slot), &mut halves)?;
-        for (i, v) in values.iter_mut().enumerate() {
-            *v = half::f16::from_bits(halves[8 * ((i / 8) ^ (slot % 8)) + i % 8]).to_f32();
-        }
-    }
-    Ok(())
-}
-
 /// Makes the work list and fills its slots only (for measurements).
 pub(crate) fn list_for(cuda: &mut Cuda, rows: usize, routing: &CudaRouting, x: &CudaBuffer) -> Result<()> {
-    let tokens = experts::tokens(experts::sizes(cuda, rows));
-    list(cuda, rows, routing, tokens, Some((x, x.width))).map(|_| ())
+    let tokens = experts::tokens(cuda, rows);
+    slots::list(cuda, rows, routing, tokens, Some((x, x.width))).map(|_| ())
 }
 
 /// [`glimmer_tensor::Backend::moe_up`].
@@ -288,9 +162,9 @@ pub(crate) fn moe_up(
     let input = Input { buffer: x, start: 0, width: shape.input, list: 0 };
     if shape.int4 && experts::available(cuda) {
         experts::check_columns("moe_up: columns of the input in fours", x.width)?;
-        let sizes = experts::sizes(cuda, rows);
-        let list = list(cuda, rows, routing, experts::tokens(sizes), Some((x, shape.input)))?;
-        let y = cuda.scratch(ACTIVATIONS, experts::slot_bytes(list.slots, shape.width))?;
+        let tokens = experts::tokens(cuda, rows);
+        let list = slots::list(cuda, rows, routing, tokens, Some((x, shape.input)))?;
+        let y = cuda.scratch(slots::ACTIVATIONS, slots::slot_bytes(list.slots, shape.width))?;
         let args = experts::Args {
             x: list.packed,
             y,
@@ -299,12 +173,12 @@ pub(crate) fn moe_up(
             limit: set.limit,
             ..slot_args(table, list)
         };
-        experts::run(cuda, true, sizes, args)?;
+        experts::run(cuda, true, tokens, args)?;
         act.format = Format::Slots { slots: list.slots };
     } else {
         let planes = gemm::planes(cuda, rows, input, shape.kind())?;
         let tiles = tiles(shape.int4, choices, routing.num_experts);
-        let list = list(cuda, rows, routing, 8 * tiles, None)?;
+        let list = slots::list(cuda, rows, routing, 8 * tiles, None)?;
         let mut args = Args {
             table,
             items: list.items,
@@ -352,16 +226,16 @@ pub(crate) fn moe_down(
         return Err(Error::Capacity { what: "moe_down: columns in fours", needed: 4, available: shape.hidden % 4 });
     }
     let in_slots = shape.int4 && experts::available(cuda);
-    let size = if in_slots { 2 } else { 4 };
-    let down = cuda.scratch("outputs of the experts", size * choices * shape.hidden)?;
+    let (mut list, down);
     if in_slots {
-        let sizes = experts::sizes(cuda, rows);
-        let list = list(cuda, rows, routing, experts::tokens(sizes), None)?;
-        let x = cuda.scratch(ACTIVATIONS, experts::slot_bytes(list.slots, shape.width))?;
+        let tokens = experts::tokens(cuda, rows);
+        list = slots::list(cuda, rows, routing, tokens, None)?;
+        let x = cuda.scratch(slots::ACTIVATIONS, slots::slot_bytes(list.slots, shape.width))?;
+        down = cuda.scratch(DOWN, slots::slot_bytes(list.slots, shape.hidden))?;
         if act.format == Format::Float {
             experts::check_columns("moe_down: columns of the activation in fours", act.width)?;
-            let slot_of = cuda.scratch(SLOTS_OF, 4 * choices)?;
-            into_slots(cuda, choices, (act.at(0), act.width, shape.width), routing, 1, slot_of, (x, list.slots))?;
+            let into = List { packed: x, ..list };
+            list = slots::fill(cuda, choices, (act.at(0), act.width, shape.width), routing, 1, into)?;
         } else if act.format != (Format::Slots { slots: list.slots }) {
             return Err(Error::Weight {
                 name: "activation of moe_down".to_owned(),
@@ -374,15 +248,15 @@ pub(crate) fn moe_down(
             y: down,
             outputs: shape.hidden as i32,
             groups: (shape.width / GROUP) as i32,
-            y_stride: shape.hidden as i32,
             ..slot_args(table, list)
         };
-        experts::run(cuda, false, sizes, args)?;
+        experts::run(cuda, false, tokens, args)?;
     } else {
         let input = Input { buffer: act, start: 0, width: shape.width, list: 0 };
         let planes = gemm::planes(cuda, choices, input, shape.kind())?;
         let tiles = tiles(shape.int4, choices, routing.num_experts);
-        let list = list(cuda, rows, routing, 8 * tiles, None)?;
+        list = slots::list(cuda, rows, routing, 8 * tiles, None)?;
+        down = cuda.scratch(DOWN, 4 * choices * shape.hidden)?;
         let args = Args {
             table,
             items: list.items,
@@ -415,6 +289,10 @@ pub(crate) fn moe_down(
         let input = Input { buffer: shared_act, start: 0, width, list: 0 };
         dense::joint(cuda, rows, input, &[&shared.down], &mut room, 0)?;
     }
+    out.format = Format::Float;
+    if in_slots {
+        return slots::combine(cuda, rows, shape.hidden, routing, list, (down, shared_out), out);
+    }
     let constants = [routing.top, routing.num_experts, 1, 1].map(|c| c as i64);
     let arguments = Arguments::new()
         .with(down)
@@ -425,12 +303,6 @@ pub(crate) fn moe_down(
         .int(shape.hidden)
         .with(out.at(0))
         .int(out.width);
-    out.format = Format::Float;
-    if in_slots {
-        let kernel = cuda.kernels.get(&FILE, &constants, "combine_halves")?;
-        let grid = Grid::new([shape.hidden.div_ceil(8 * 128), rows, 1], 128);
-        return Ok(cuda.kernels.launch_early(kernel, grid, arguments)?);
-    }
     let kernel = cuda.kernels.get(&FILE, &constants, "combine")?;
     Ok(cuda.kernels.launch_early(kernel, Grid::new([shape.hidden.div_ceil(4 * 128), rows, 1], 128), arguments)?)
 }

@@ -1,0 +1,228 @@
+// The work list of the experts, their tokens in slots, and the weighted sum of what they give.
+//
+// Choices (row * TOP + k) are grouped by expert; an expert's slots begin at an eighth one and hold its choices ascending. `list`
+// names the choice of a slot, `slots` the slot of a choice. Work items have up to `tokens` choices, as equal as eighths allow.
+//
+// Tokens in slots: halves `[columns / 64][pitch][64]`, 16-byte pieces of slot s at their number ^ (s % 8). A code at the higher
+// place of a word weighs 16 times (see experts.cuh), so columns of odd pieces are held at a quarter, the others at four times.
+//
+// Constants: TOP, experts a row; EXPERTS.
+#include "common.cuh"
+
+#define CHUNK 2048
+#define PER ((EXPERTS + 255) / 256)
+
+struct Item {
+    u32 expert, first, count;
+};
+
+// Eight values of a row as halves.
+DEVICE uint4 eight(const float *x, int at) {
+    const float4 a = *(const float4 *)(x + 8 * at), b = *(const float4 *)(x + 8 * at + 4);
+    const float m = at & 1 ? 0.25f : 4.0f;
+    return make_uint4(narrow_half(m * a.x, m * a.y), narrow_half(m * a.z, m * a.w), narrow_half(m * b.x, m * b.y),
+                      narrow_half(m * b.z, m * b.w));
+}
+
+// The place of columns 8 * at .. in a slot.
+DEVICE u64 place_of(int pitch, u32 slot, int at) {
+    return ((u64)(at >> 3) * pitch + slot) * 128 + (((at ^ slot) & 7) << 4);
+}
+
+struct Counts {
+    u32 count[EXPERTS], start[EXPERTS], first[EXPERTS], sums[2][8];
+};
+
+// From `count` an expert's first slot and first item; gives the number of items. A block of 256 threads.
+DEVICE u32 starts(Counts &c, int tokens) {
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
+    u32 slots = 0, items = 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = tid * PER + i;
+        if (e < EXPERTS) slots += (c.count[e] + 7) & ~7u, items += (c.count[e] + tokens - 1) / tokens;
+    }
+    u32 slot = slots, item = items;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const u32 a = __shfl_up_sync(FULL, slot, d), b = __shfl_up_sync(FULL, item, d);
+        if (lane >= d) slot += a, item += b;
+    }
+    if (lane == 31) c.sums[0][warp] = slot, c.sums[1][warp] = item;
+    __syncthreads();
+    u32 all = 0;
+    slot -= slots, item -= items;
+#pragma unroll
+    for (int w = 0; w < 8; w++) {
+        if (w < warp) slot += c.sums[0][w], item += c.sums[1][w];
+        all += c.sums[1][w];
+    }
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = tid * PER + i;
+        if (e >= EXPERTS) break;
+        c.start[e] = slot, c.first[e] = item;
+        slot += (c.count[e] + 7) & ~7u, item += (c.count[e] + tokens - 1) / tokens;
+    }
+    __syncthreads();
+    return all;
+}
+
+// Writes the work items; one block.
+DEVICE void write_items(const Counts &c, int tokens, u32 all, Item *items, u32 *item_count) {
+    for (int e = threadIdx.x; e < EXPERTS; e += 256) {
+        const u32 own = c.count[e], parts = (own + tokens - 1) / tokens;
+        if (own == 0) continue;
+        const u32 size = ((own + parts - 1) / parts + 7) & ~7u;
+        for (u32 i = 0; i < parts; i++)
+            items[c.first[e] + i] = Item{(u32)e, c.start[e] + i * size, (u32)min_of(size, own - i * size)};
+    }
+    if (threadIdx.x == 0) *item_count = all;
+}
+
+// Few rows: list, slots, items and the rows in their slots in one launch; every block counts all choices. `packed` may be
+// absent. Grid (parts of the columns, rows), 256 threads.
+extern "C" __global__ void __launch_bounds__(256) arrange(const u32 *experts, int choices, int tokens, u32 *list, u32 *slots,
+                                                          Item *items, u32 *item_count, const float *x, int x_stride,
+                                                          int hidden, u8 *packed, int pitch) {
+    __shared__ Counts c;
+    __shared__ u32 own[TOP], ahead[TOP];
+    const int tid = threadIdx.x, row = blockIdx.y;
+    after_previous();
+    let_next_begin();
+    for (int i = tid; i < EXPERTS; i += 256) c.count[i] = 0;
+    if (tid < TOP) own[tid] = experts[row * TOP + tid], ahead[tid] = 0;
+    __syncthreads();
+#pragma unroll 4
+    for (int i = tid; i < choices; i += 256) {
+        const u32 e = experts[i];
+        atomicAdd(&c.count[e], 1);
+        if (i >= (row + 1) * TOP) continue;
+#pragma unroll
+        for (int k = 0; k < TOP; k++)
+            if (own[k] == e && i < row * TOP + k) atomicAdd(&ahead[k], 1);
+    }
+    __syncthreads();
+    const u32 all = starts(c, tokens);
+    if (blockIdx.x == 0 && tid < TOP) {
+        const u32 slot = c.start[own[tid]] + ahead[tid];
+        list[slot] = row * TOP + tid;
+        slots[row * TOP + tid] = slot;
+    }
+    if (blockIdx.x == 0 && row == 0) write_items(c, tokens, all, items, item_count);
+    if (!packed) return;
+    for (int at = blockIdx.x * 256 + tid; 8 * at < hidden; at += gridDim.x * 256) {
+        const uint4 v = eight(x + (u64)row * x_stride, at);
+#pragma unroll
+        for (int k = 0; k < TOP; k++) *(uint4 *)(packed + place_of(pitch, c.start[own[k]] + ahead[k], at)) = v;
+    }
+}
+
+// Many rows, first: every choice's rank among those of its expert in a chunk (into `slots`), and the chunk's counts. A block a
+// chunk, 256 choices a warp.
+extern "C" __global__ void __launch_bounds__(256) rank(const u32 *experts, int choices, u32 *counts, u32 *slots) {
+    __shared__ u32 seen[8][EXPERTS];
+    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, at = blockIdx.x * CHUNK + warp * 256 + lane;
+    after_previous();
+    let_next_begin();
+    for (int i = tid; i < 8 * EXPERTS; i += 256) seen[0][i] = 0;
+    u32 e[8], before[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) e[i] = at + 32 * i < choices ? experts[at + 32 * i] : FULL;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const u32 same = __match_any_sync(FULL, e[i]), lower = same & ((1u << lane) - 1);
+        const u32 count = e[i] != FULL ? seen[warp][e[i]] : 0;
+        before[i] = count + __popc(lower);
+        __syncwarp();
+        if (e[i] != FULL && lower == 0) seen[warp][e[i]] = count + __popc(same);
+        __syncwarp();
+    }
+    __syncthreads();
+    for (int i = tid; i < EXPERTS; i += 256) {
+        u32 sum = 0;
+#pragma unroll
+        for (int w = 0; w < 8; w++) {
+            const u32 v = seen[w][i];
+            seen[w][i] = sum;
+            sum += v;
+        }
+        counts[blockIdx.x * EXPERTS + i] = sum;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 8; i++)
+        if (e[i] != FULL) slots[at + 32 * i] = seen[warp][e[i]] + before[i];
+}
+
+// Second: slots, list, items. A block a chunk.
+extern "C" __global__ void __launch_bounds__(256) place(const u32 *experts, int choices, int tokens, const u32 *counts,
+                                                        u32 *list, u32 *slots, Item *items, u32 *item_count) {
+    __shared__ Counts c;
+    __shared__ u32 before[EXPERTS];
+    const int tid = threadIdx.x;
+    after_previous();
+    let_next_begin();
+    for (int e = tid; e < EXPERTS; e += 256) {
+        u32 sum = 0, earlier = 0;
+#pragma unroll 8
+        for (int b = 0; b < (int)gridDim.x; b++) {
+            const u32 v = counts[b * EXPERTS + e];
+            if (b < (int)blockIdx.x) earlier += v;
+            sum += v;
+        }
+        c.count[e] = sum;
+        before[e] = earlier;
+    }
+    __syncthreads();
+    const u32 all = starts(c, tokens);
+    if (blockIdx.x == 0) write_items(c, tokens, all, items, item_count);
+#pragma unroll
+    for (int i = 0; i < CHUNK; i += 256) {
+        const int at = blockIdx.x * CHUNK + i + tid;
+        if (at >= choices) break;
+        const u32 e = experts[at], slot = c.start[e] + before[e] + slots[at];
+        slots[at] = slot;
+        list[slot] = at;
+    }
+}
+
+// Rows into the slots of their choices, `top` a row. Grid (columns / 1024, rows), 128 threads.
+KERNEL fill(const float *x, int x_stride, int hidden, int top, const u32 *slots, u8 *packed, int pitch) {
+    const int row = blockIdx.y, at = blockIdx.x * 128 + threadIdx.x;
+    after_previous();
+    let_next_begin();
+    if (8 * at >= hidden) return;
+    const uint4 v = eight(x + (u64)row * x_stride, at);
+    for (int k = 0; k < top; k++) *(uint4 *)(packed + place_of(pitch, slots[row * top + k], at)) = v;
+}
+
+// out[row] = sum over the row's experts, ascending, of weight * down[slot of the choice], then + shared. `down` is halves in
+// slots. Grid (columns / 1024, rows), 128 threads.
+KERNEL combine(const u8 *down, int pitch, const u32 *slots, const float *weights, const float *shared, int shared_stride,
+               int hidden, float *out, int out_stride) {
+    const int row = blockIdx.y, at = blockIdx.x * blockDim.x + threadIdx.x;
+    after_previous();
+    let_next_begin();
+    if (8 * at >= hidden) return;
+    uint4 v[TOP];
+#pragma unroll
+    for (int k = 0; k < TOP; k++) v[k] = *(const uint4 *)(down + place_of(pitch, slots[row * TOP + k], at));
+    float sum[8];
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum[i] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < TOP; k++) {
+        const float w = weights[row * TOP + k];
+        const u32 word[4] = {v[k].x, v[k].y, v[k].z, v[k].w};
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum[i] = fmaf(w, widen_half(word[i / 2] >> (16 * (i & 1))), sum[i]);
+    }
+    if (shared)
+#pragma unroll
+        for (int i = 0; i < 8; i++) sum[i] += shared[(u64)row * shared_stride + 8 * at + i];
+    float4 *to = (float4 *)(out + (u64)row * out_stride + 8 * at);
+    to[0] = make_float4(sum[0], sum[1], sum[2], sum[3]);
+    to[1] = make_float4(sum[4], sum[5], sum[6], sum[7]);
+}

@@ -1,0 +1,188 @@
+//! The work list of the experts, tokens in slots, and the weighted sum of the experts' outputs; see `slots.cu`.
+
+use std::collections::HashMap;
+
+use glimmer_tensor::{Error, Result};
+
+use crate::{
+    backend::Cuda,
+    launch::{Arguments, File, Grid},
+    memory::Memory,
+    types::{CudaBuffer, CudaRouting, INT4_ROWS},
+};
+
+pub(crate) static FILE: File =
+    File { name: "slots.cu", text: include_str!("slots.cu"), constants: &["TOP", "EXPERTS"] };
+
+/// Words of a work item: expert, first slot, choices.
+const ITEM_WORDS: usize = 3;
+
+/// Choices that are counted together.
+const CHUNK: usize = 2048;
+
+/// Rows whose list is one launch, in which every block counts all choices.
+const ARRANGED_ROWS: usize = 512;
+
+/// Slot of every choice.
+const SLOTS_OF: &str = "slots of the choices";
+/// Activations of the experts, in slots.
+pub(crate) const ACTIVATIONS: &str = "activations of the experts";
+
+/// The work list in scratch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct List {
+    /// Choice of a slot.
+    pub(crate) grouped: u64,
+    /// Slot of a choice.
+    pub(crate) slot_of: u64,
+    /// Work items.
+    pub(crate) items: u64,
+    /// How many.
+    pub(crate) count: u64,
+    /// Items at most.
+    pub(crate) most: usize,
+    /// Slots of a piece of 64 columns.
+    pub(crate) slots: usize,
+    /// Rows in slots, or 0.
+    pub(crate) packed: u64,
+    /// The launch in front of the next one writes the list.
+    pub(crate) fresh: bool,
+}
+
+/// Slots of a work list: every expert's begin at an eighth one.
+pub(crate) fn slots(choices: usize, experts: usize) -> usize {
+    (choices + 7 * experts.min(choices)).next_multiple_of(8)
+}
+
+/// Bytes of rows in slots.
+pub(crate) fn slot_bytes(slots: usize, columns: usize) -> usize {
+    slots * columns.next_multiple_of(INT4_ROWS) * 2
+}
+
+fn constants(routing: &CudaRouting) -> [i64; 2] {
+    [routing.top, routing.num_experts].map(|c| c as i64)
+}
+
+/// The work list of the routing with items of up to `tokens` choices, made when the last one is another; `rows_in` puts that
+/// many columns of a buffer's rows into the slots.
+pub(crate) fn list(
+    cuda: &mut Cuda,
+    rows: usize,
+    routing: &CudaRouting,
+    tokens: usize,
+    rows_in: Option<(&CudaBuffer, usize)>,
+) -> Result<List> {
+    let (choices, experts) = (rows * routing.top, routing.num_experts);
+    let most = choices.min(experts + choices / tokens);
+    let slots = slots(choices, experts);
+    let grouped = cuda.scratch("choices by expert", 4 * slots)?;
+    let slot_of = cuda.scratch(SLOTS_OF, 4 * choices)?;
+    let items = cuda.scratch("work items", 4 * ITEM_WORDS * most)?;
+    let count = cuda.scratch("number of work items", 4)?;
+    let packed = match rows_in {
+        Some((_, columns)) => cuda.scratch("tokens of the experts", slot_bytes(slots, columns))?,
+        None => 0,
+    };
+    let wanted = (routing.id, rows, tokens);
+    let (x, stride, columns) = rows_in.map_or((0, 0, 0), |(buffer, columns)| (buffer.at(0), buffer.width, columns));
+    let planned = cuda.planned == Some(wanted);
+    let together = !planned && rows <= ARRANGED_ROWS;
+    let choices_of = || Arguments::new().with(routing.experts.address()).int(choices);
+    let constants = constants(routing);
+    if together {
+        let arguments = choices_of()
+            .int(tokens)
+            .with(grouped)
+            .with(slot_of)
+            .with(items)
+            .with(count)
+            .with(x)
+            .int(stride)
+            .int(columns)
+            .with(packed)
+            .int(slots);
+        // Two blocks a row where rows are too few for the device.
+        let parts = if packed != 0 && rows <= 128 { 2 } else { 1 };
+        let kernel = cuda.kernels.get(&FILE, &constants, "arrange")?;
+        cuda.kernels.launch_early(kernel, Grid::new([parts, rows, 1], 256), arguments)?;
+    } else if !planned {
+        let chunks = choices.div_ceil(CHUNK);
+        let counts = cuda.scratch("counts of the experts", 4 * chunks * experts)?;
+        let grid = Grid::new([chunks, 1, 1], 256);
+        let kernel = cuda.kernels.get(&FILE, &constants, "rank")?;
+        cuda.kernels.launch_early(kernel, grid, choices_of().with(counts).with(slot_of))?;
+        let arguments = choices_of().int(tokens).with(counts).with(grouped).with(slot_of).with(items).with(count);
+        let kernel = cuda.kernels.get(&FILE, &constants, "place")?;
+        cuda.kernels.launch_early(kernel, grid, arguments)?;
+    }
+    cuda.planned = Some(wanted);
+    let list = List { grouped, slot_of, items, count, most, slots, packed, fresh: !planned };
+    if packed != 0 && !together {
+        return fill(cuda, rows, (x, stride, columns), routing, routing.top, list);
+    }
+    Ok(list)
+}
+
+/// Rows into the slots of their choices, `top` a row.
+pub(crate) fn fill(
+    cuda: &Cuda,
+    rows: usize,
+    (x, stride, columns): (u64, usize, usize),
+    routing: &CudaRouting,
+    top: usize,
+    list: List,
+) -> Result<List> {
+    let arguments =
+        Arguments::new().with(x).int(stride).int(columns).int(top).with(list.slot_of).with(list.packed).int(list.slots);
+    let kernel = cuda.kernels.get(&FILE, &constants(routing), "fill")?;
+    cuda.kernels.launch_early(kernel, Grid::new([columns.div_ceil(1024), rows, 1], 128), arguments)?;
+    Ok(List { fresh: false, ..list })
+}
+
+/// Weighted sums of the experts' outputs in slots at `down`, plus the shared expert's at `shared`, if that is not 0.
+pub(crate) fn combine(
+    cuda: &Cuda,
+    rows: usize,
+    hidden: usize,
+    routing: &CudaRouting,
+    list: List,
+    (down, shared): (u64, u64),
+    out: &mut CudaBuffer,
+) -> Result<()> {
+    let arguments = Arguments::new()
+        .with(down)
+        .int(list.slots)
+        .with(list.slot_of)
+        .with(routing.weights.address())
+        .with(shared)
+        .int(hidden)
+        .int(hidden)
+        .with(out.at(0))
+        .int(out.width);
+    let kernel = cuda.kernels.get(&FILE, &constants(routing), "combine")?;
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([hidden.div_ceil(1024), rows, 1], 128), arguments)?)
+}
+
+/// A row of activations in slots, for the host.
+pub(crate) fn read(
+    scratch: &HashMap<&'static str, Memory>,
+    slots: usize,
+    row: usize,
+    values: &mut [f32],
+) -> Result<()> {
+    let (Some(slot_of), Some(memory)) = (scratch.get(SLOTS_OF), scratch.get(ACTIVATIONS)) else {
+        return Err(Error::Capacity { what: "read: activations in slots", needed: 1, available: 0 });
+    };
+    let mut slot = [0u32];
+    slot_of.read(4 * row, &mut slot)?;
+    let slot = slot[0] as usize;
+    for (piece, values) in values.chunks_mut(INT4_ROWS).enumerate() {
+        let mut halves = [0u16; INT4_ROWS];
+        memory.read(128 * (piece * slots + slot), &mut halves)?;
+        for (i, v) in values.iter_mut().enumerate() {
+            let held = half::f16::from_bits(halves[8 * ((i / 8) ^ (slot % 8)) + i % 8]).to_f32();
+            *v = if i / 8 % 2 == 1 { 4.0 * held } else { 0.25 * held };
+        }
+    }
+    Ok(())
+}
