@@ -1,20 +1,24 @@
 //! Flags of `serve`, named as `vllm serve` names them.
 //!
-//! [`table`] lists every flag once, with its kind, default and help; [`parse`] turns command line, environment and a
-//! configuration file into [`Settings`], each with its origin; [`config`] makes a typed [`ServeConfig`] of them and
-//! [`check`] holds the rules between flags. Invariant: everything that can be wrong with the flags alone is found before
-//! a weight is read.
+//! [`table`] lists every flag once, with its kind, default and help; `value` reads the text of a value and `line` a command
+//! line; [`parse`] turns that, the environment and a configuration file into [`Settings`], each with its origin; [`config`]
+//! makes a typed [`ServeConfig`] of them and [`check`] holds the rules between flags. Invariant: everything that can be wrong
+//! with the flags alone is found before a weight is read.
 
 pub mod check;
 pub mod config;
+mod help;
+mod line;
 pub mod parse;
 pub mod speculative;
 pub mod table;
+mod value;
 pub mod yaml;
 
 pub use check::{Device, ModelShape};
 pub use config::ServeConfig;
-pub use parse::{Origin, Setting, Settings, help};
+pub use help::help;
+pub use parse::{Origin, Setting, Settings};
 pub use speculative::Speculative;
 
 /// Why flags were refused.

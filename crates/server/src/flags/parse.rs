@@ -5,7 +5,9 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
+use super::line::{Given, command_line};
 use super::table::{ENVIRONMENT, FLAGS, Flag, Kind, find};
+use super::value::{value_of, wrong};
 use super::{FlagError, yaml};
 
 /// Where a setting comes from.
@@ -200,109 +202,6 @@ impl Settings {
     }
 }
 
-/// A flag as it stands on the command line.
-struct Given {
-    value: Value,
-    /// Keys behind the flag's name, `--flag.a.b`.
-    path: Option<Vec<String>>,
-}
-
-fn command_line(arguments: &[String]) -> Result<Vec<(&'static Flag, Given)>, FlagError> {
-    let mut given = Vec::new();
-    let mut model = None;
-    let mut rest = arguments.iter().map(String::as_str).peekable();
-    while let Some(argument) = rest.next() {
-        if !argument.starts_with('-') || argument == "-" {
-            if model.is_some() {
-                return Err(FlagError::Usage(format!("unexpected argument {argument:?}: the model is given already")));
-            }
-            model = Some(argument.to_owned());
-            continue;
-        }
-        if let Some(level) = argument.strip_prefix("-O").filter(|level| !level.is_empty()) {
-            let flag = find("optimization-level").expect("the table has it");
-            given.push((flag, Given { value: value_of(flag, level.trim_start_matches('='))?, path: None }));
-            continue;
-        }
-        let (spelled, inline) = match argument.split_once('=') {
-            Some((name, value)) => (name, Some(value)),
-            None => (argument, None),
-        };
-        let Found { flag, negated, path } = lookup(spelled)?;
-        if flag.kind == Kind::Switch {
-            let value = match inline {
-                None => !negated,
-                Some(text) => boolean(text).ok_or_else(|| wrong(flag, text))? != negated,
-            };
-            given.push((flag, Given { value: value.into(), path: None }));
-            continue;
-        }
-        let mut next = || inline.or_else(|| rest.next_if(|value| is_value(value)));
-        let Some(first) = next() else {
-            return Err(FlagError::Usage(format!("{spelled} needs a value: {}", accepted(flag.kind))));
-        };
-        let value = match (&path, flag.kind) {
-            (Some(_), _) => serde_json::from_str(first).unwrap_or_else(|_| first.into()),
-            (None, Kind::Texts) => {
-                let mut texts = vec![Value::from(first)];
-                while let Some(more) = rest.next_if(|value| inline.is_none() && is_value(value)) {
-                    texts.push(more.into());
-                }
-                Value::Array(texts)
-            }
-            (None, _) => value_of(flag, first)?,
-        };
-        given.push((flag, Given { value, path }));
-    }
-    if let (Some(model), Some(flag)) = (model, find("model")) {
-        given.push((flag, Given { value: model.into(), path: None }));
-    }
-    Ok(given)
-}
-
-/// Negative numbers are values, not flags.
-fn is_value(argument: &str) -> bool {
-    !argument.starts_with('-') || argument.parse::<f64>().is_ok()
-}
-
-struct Found {
-    flag: &'static Flag,
-    negated: bool,
-    path: Option<Vec<String>>,
-}
-
-fn lookup(spelled: &str) -> Result<Found, FlagError> {
-    let (head, path) = match spelled.split_once('.') {
-        Some((head, keys)) => (head, Some(keys.split('.').map(str::to_owned).collect::<Vec<_>>())),
-        None => (spelled, None),
-    };
-    let named = |flag: &&'static Flag, name: &str| flag.name == name || flag.aliases.contains(&head);
-    let name = head.strip_prefix("--").unwrap_or(head).replace('_', "-");
-    let dashed = format!("--{name}");
-    let direct = FLAGS.iter().find(|flag| {
-        (head.starts_with("--") && named(flag, &name))
-            || flag.aliases.contains(&head)
-            || flag.aliases.contains(&dashed.as_str())
-    });
-    let found = match direct {
-        Some(flag) => Some((flag, false)),
-        None => {
-            let positive = name.strip_prefix("no-").filter(|_| head.starts_with("--"));
-            positive.and_then(find).filter(|flag| flag.kind == Kind::Switch).map(|flag| (flag, true))
-        }
-    };
-    match found {
-        Some((flag, negated)) if path.is_none() || flag.kind == Kind::Json => Ok(Found { flag, negated, path }),
-        Some((flag, _)) => Err(FlagError::Usage(format!("{spelled}: --{} takes no keys", flag.name))),
-        None => {
-            let near = FLAGS.iter().map(|flag| flag.name).filter(|known| known.starts_with(&name) && !name.is_empty());
-            let near: Vec<String> = near.map(|known| format!("--{known}")).collect();
-            let hint = if near.is_empty() { String::new() } else { format!("; did you mean {}?", near.join(" or ")) };
-            Err(FlagError::Usage(format!("unknown flag {spelled}{hint}")))
-        }
-    }
-}
-
 fn set_path(object: &mut Map<String, Value>, path: &[String], value: Value) {
     match path {
         [] => {}
@@ -318,117 +217,6 @@ fn set_path(object: &mut Map<String, Value>, path: &[String], value: Value) {
                 set_path(inner, rest, value);
             }
         }
-    }
-}
-
-/// Reads the text of a value.
-fn value_of(flag: &Flag, text: &str) -> Result<Value, FlagError> {
-    let refuse = || wrong(flag, text);
-    match flag.kind {
-        Kind::Switch => boolean(text).map(Value::from).ok_or_else(refuse),
-        Kind::Text => Ok(text.into()),
-        Kind::Texts => Ok(Value::Array(vec![text.into()])),
-        Kind::Int(least, most) => {
-            let number = text.parse::<i64>().ok().filter(|number| (least..=most).contains(number));
-            number.map(Value::from).ok_or_else(refuse)
-        }
-        Kind::Size(least, most) => {
-            let auto = (text == "auto" && least < 0).then_some(-1);
-            let number = auto
-                .or_else(|| human(text))
-                .filter(|number| (least..=most).contains(number) && *number != 0 || (*number == 0 && least == 0));
-            number.map(Value::from).ok_or_else(refuse)
-        }
-        Kind::Number(least, most, open) => {
-            let number = text.parse::<f64>().ok();
-            let number = number.filter(|&number| number <= most && if open { number > least } else { number >= least });
-            number.map(Value::from).ok_or_else(refuse)
-        }
-        Kind::Json => match serde_json::from_str(text) {
-            Ok(value @ Value::Object(_)) => Ok(value),
-            _ => Err(refuse()),
-        },
-        Kind::JsonTexts => match serde_json::from_str::<Vec<String>>(text) {
-            Ok(texts) => Ok(texts.into()),
-            Err(_) if text.starts_with('[') => Err(refuse()),
-            Err(_) => Ok(vec![text.to_owned()].into()),
-        },
-        Kind::Word(words) => words.contains(&text).then(|| text.into()).ok_or_else(refuse),
-    }
-}
-
-/// The text of `--help`: every flag with its spellings, what it takes, its default and what it does.
-#[must_use]
-pub fn help() -> String {
-    let mut text = String::from("Usage: glimmer serve [MODEL] [FLAGS]\n\n");
-    for flag in FLAGS {
-        let mut names = vec![format!("--{}", flag.name)];
-        names.extend(flag.aliases.iter().map(|&alias| alias.to_owned()));
-        if flag.kind == Kind::Switch {
-            names.push(format!("--no-{}", flag.name));
-        }
-        let takes = if flag.kind == Kind::Switch { String::new() } else { format!(" <{}>", accepted(flag.kind)) };
-        let default = if flag.default == "null" { String::new() } else { format!(" [default: {}]", flag.default) };
-        text.push_str(&format!("  {}{takes}\n      {}{default}\n", names.join(", "), flag.help));
-    }
-    text
-}
-
-fn wrong(flag: &Flag, text: &str) -> FlagError {
-    FlagError::Usage(format!("--{}: expected {}, found {text:?}", flag.name, accepted(flag.kind)))
-}
-
-fn accepted(kind: Kind) -> String {
-    let range = |least: i64, most: i64| {
-        if most == i64::MAX { format!("at least {least}") } else { format!("{least} to {most}") }
-    };
-    match kind {
-        Kind::Switch => "true or false".to_owned(),
-        Kind::Text => "text".to_owned(),
-        Kind::Texts => "one or more texts".to_owned(),
-        Kind::Int(least, most) => format!("a whole number, {}", range(least, most)),
-        Kind::Size(-1, _) => "a whole number, at least 1 (64k, 1M and the like), or auto".to_owned(),
-        Kind::Size(least, most) => format!("a whole number, {} (64k, 1M and the like)", range(least, most)),
-        Kind::Number(least, most, true) => format!("a number above {least} and up to {most}"),
-        Kind::Number(least, most, false) => format!("a number from {least} to {most}"),
-        Kind::Json => "a JSON object".to_owned(),
-        Kind::JsonTexts => "a JSON list of texts".to_owned(),
-        Kind::Word(words) => {
-            let words: Vec<&str> = words.iter().copied().filter(|word| !word.is_empty()).collect();
-            format!("one of {}", words.join(", "))
-        }
-    }
-}
-
-fn boolean(text: &str) -> Option<bool> {
-    match text.to_ascii_lowercase().as_str() {
-        "true" | "1" | "yes" | "on" => Some(true),
-        "false" | "0" | "no" | "off" => Some(false),
-        _ => None,
-    }
-}
-
-/// `64k` is 64,000 and `64K` is 65,536; fractions only with the small letters.
-fn human(text: &str) -> Option<i64> {
-    if let Ok(number) = text.parse::<i64>() {
-        return Some(number);
-    }
-    let unit = text.chars().last()?;
-    let number = &text[..text.len() - unit.len_utf8()];
-    match unit {
-        'k' | 'm' | 'g' => {
-            let factor = match unit {
-                'k' => 1e3,
-                'm' => 1e6,
-                _ => 1e9,
-            };
-            let product = number.parse::<f64>().ok().filter(|number| number.is_finite())? * factor;
-            (product.abs() < 9e18).then_some(product.round() as i64)
-        }
-        'K' => number.parse::<i64>().ok()?.checked_mul(1 << 10),
-        'M' => number.parse::<i64>().ok()?.checked_mul(1 << 20),
-        'G' => number.parse::<i64>().ok()?.checked_mul(1 << 30),
-        _ => None,
     }
 }
 
@@ -474,21 +262,6 @@ mod tests {
             parse(&["--speculative-config.method", "mtp", "--speculative_config.num_speculative_tokens=2"]).unwrap();
         assert_eq!(whole.value("speculative-config"), parts.value("speculative-config"));
         assert!(parse(&["--port.x", "1"]).is_err());
-    }
-
-    #[test]
-    fn sizes_as_people_write_them() {
-        for (text, size) in
-            [("7", 7), ("64k", 64_000), ("1.5k", 1500), ("64K", 65_536), ("1M", 1 << 20), ("2g", 2_000_000_000)]
-        {
-            assert_eq!(parse(&["--max-model-len", text]).unwrap().value("max-model-len"), size);
-        }
-        for text in ["auto", "-1"] {
-            assert_eq!(parse(&["--max-model-len", text]).unwrap().value("max-model-len"), -1);
-        }
-        for text in ["0", "1.5K", "x", "k", "", "9999999999999G", "-2", "1e3"] {
-            assert!(parse(&["--max-model-len", text]).is_err(), "{text}");
-        }
     }
 
     #[test]
@@ -540,24 +313,5 @@ mod tests {
         assert_eq!(shown, expected.map(|(value, origin)| (value, origin.to_owned())));
         let unknown = Settings::parse(&arguments, &|_| None, &|_| Ok("nonsense: 1".to_owned())).unwrap_err();
         assert!(unknown.to_string().contains("f.yaml: unknown flag \"nonsense\""), "{unknown}");
-    }
-
-    #[test]
-    fn the_help_names_every_flag() {
-        let text = help();
-        assert!(FLAGS.iter().all(|flag| text.contains(&format!("  --{}", flag.name))));
-        assert!(text.contains("--tensor-parallel-size, -tp <a whole number, 1 to 1024>"), "{text}");
-        assert!(text.contains("--enable-prefix-caching, --no-enable-prefix-caching\n"), "{text}");
-    }
-
-    #[test]
-    fn every_default_is_a_value_of_its_kind() {
-        for flag in FLAGS {
-            let default: Value = serde_json::from_str(flag.default).unwrap();
-            let text = default.as_str().map_or_else(|| default.to_string(), str::to_owned);
-            assert!(default.is_null() || value_of(flag, &text).is_ok(), "--{}: {text}", flag.name);
-        }
-        let names: std::collections::BTreeSet<&str> = FLAGS.iter().map(|flag| flag.name).collect();
-        assert_eq!(names.len(), FLAGS.len(), "each flag once");
     }
 }
