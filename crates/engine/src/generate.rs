@@ -12,6 +12,8 @@
 mod admit;
 mod reuse;
 mod step;
+#[cfg(test)]
+mod tests;
 
 use std::{collections::VecDeque, sync::Arc};
 

@@ -8,7 +8,7 @@ use glimmer_tensor::{FeatureRow, Segment, Step};
 
 use crate::{
     schedule::{Decision, Work},
-    sequence::{Phase, Sequence},
+    sequence::{Cursor, Phase, Sequence},
 };
 
 /// Rows of one sequence in a step.
@@ -49,13 +49,10 @@ impl Plan {
     /// is not there is left out.
     pub fn build(decision: &Decision, sequences: &[Sequence]) -> Self {
         let mut plan = Self::default();
-        let mut next = 0;
+        let mut cursor = Cursor::default();
         for work in &decision.work {
-            // Work comes nearly in the order of the sequences, so looking on from the last place finds the next one at once.
-            let found = (next..sequences.len()).chain(0..next).find(|&i| sequences[i].id == work.id);
-            if let Some(index) = found {
+            if let Some(index) = cursor.find(sequences, work.id) {
                 plan.add(index, &sequences[index], work);
-                next = index + 1;
             }
         }
         plan

@@ -24,7 +24,8 @@ pub struct Policy {
     /// Seconds that a step should take while sequences decode: what is left of them behind decoding goes to prompts.
     /// `None` gives prompts every row.
     pub itl_target: Option<f64>,
-    /// Prompt rows of a step even where the target leaves none, so that prompts cannot starve.
+    /// Most prompt rows of a step where the target leaves none. Prompts cannot starve: a step may become half longer than the
+    /// target (than decoding alone, if that takes longer) for them, and so many rows at most go into that time.
     pub min_quantum: usize,
     /// Prompts with more tokens to compute than this are long.
     pub long_prompt: usize,

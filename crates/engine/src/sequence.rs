@@ -229,6 +229,20 @@ impl Sequence {
     }
 }
 
+/// Finds sequences by their ids. A decision names them nearly in the order in which they stand, so looking on from the last
+/// place finds the next one at once.
+#[derive(Debug, Default)]
+pub(crate) struct Cursor(usize);
+
+impl Cursor {
+    pub(crate) fn find(&mut self, sequences: &[Sequence], id: SequenceId) -> Option<usize> {
+        let from = self.0.min(sequences.len());
+        let found = (from..sequences.len()).chain(0..from).find(|&index| sequences[index].id == id)?;
+        self.0 = found + 1;
+        Some(found)
+    }
+}
+
 /// Rows of the draft layer for one sequence, relative to a step of the trunk or of the draft layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Trail {

@@ -14,7 +14,7 @@ use crate::{
     pools::PageTable,
     request::{Finish, FinishReason, RequestError, TokenEvent},
     schedule::{Decision, Refusal, Resources, View, Views, schedule},
-    sequence::{Place, Sequence},
+    sequence::{Cursor, Place, Sequence},
 };
 
 /// Steps without a row that the scheduler may need to make room; more of them in a row would be a wait without an end.
@@ -55,9 +55,11 @@ impl<B: Backend> Generator<B> {
         for &id in &decision.admit {
             self.admit(id, now, sink)?;
         }
+        let mut cursor = Cursor::default();
         for work in &decision.work {
             // A sequence that failed on its way in has no rows.
-            let Some(sequence) = self.running.iter_mut().find(|s| s.id == work.id) else { continue };
+            let Some(index) = cursor.find(&self.running, work.id) else { continue };
+            let sequence = &mut self.running[index];
             let place = sequence.place.as_mut().ok_or(EngineError::Broken("a running sequence has a place"))?;
             if !self.tree.grow(&mut place.table, work.pages_after) {
                 return Err(EngineError::Broken("the pages that the scheduler gives are there"));

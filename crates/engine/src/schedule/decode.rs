@@ -31,11 +31,12 @@ impl Pass<'_> {
         }
         self.rows -= served.len();
         self.logits -= served.len();
-        // Prompts that may advance keep a page's rows and a logit, so that drafts cannot hold them up.
+        // Prompts that may advance keep rows, up to a page's, and a logit, so that drafts cannot hold them up; and no more
+        // than the pace will give them, so that they cannot hold up drafts.
         let prefilling = self.running.len() - self.decision.preempt.len() > served.len();
         let joining = !self.waiting.is_empty() && self.has_slot();
         let pending = (prefilling || joining) && self.is_prompt_step(served.len());
-        let mut rows = self.rows.saturating_sub(if pending { PAGE_TOKENS } else { 0 });
+        let mut rows = self.rows.saturating_sub(if pending { self.quantum(served.len()).min(PAGE_TOKENS) } else { 0 });
         let mut logits = self.logits.saturating_sub(usize::from(pending));
         for index in served {
             let view = &self.running[index];

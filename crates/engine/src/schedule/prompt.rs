@@ -7,6 +7,9 @@ use super::{
     step::{Lane, Pass, Prompt, ascending, importance},
 };
 
+/// How much longer than its target, or than decoding alone where that takes longer, a step may become so that prompts advance,
+/// as a share of it. Tokens then come within one and a half times the target wherever decoding alone keeps it.
+const OVERRUN: f64 = 0.5;
 /// How much a long prompt gains on shorter ones while it waits, as a share of what could be computed meanwhile. A prompt is
 /// overtaken only by those that come within `remaining / (AGEING * rate)` seconds.
 const AGEING: f64 = 0.5;
@@ -22,7 +25,7 @@ impl Pass<'_> {
                 self.prompts.push(Prompt { view, lane, computed, pages, rows: 0 });
             }
         }
-        let quantum = self.quantum();
+        let quantum = self.quantum(self.decision.work.iter().map(|work| work.rows).sum());
         if quantum == 0 {
             self.decision.waiting.rows = self.waiting.len();
             return;
@@ -67,9 +70,8 @@ impl Pass<'_> {
         decoding == 0 || self.resources.step.is_multiple_of(self.policy.interval.max(1))
     }
 
-    /// Prompt rows of this step.
-    fn quantum(&self) -> usize {
-        let decoding: usize = self.decision.work.iter().map(|work| work.rows).sum();
+    /// Prompt rows of this step beside so many decoding rows.
+    pub(super) fn quantum(&self, decoding: usize) -> usize {
         if decoding == 0 {
             return self.rows;
         }
@@ -77,8 +79,18 @@ impl Pass<'_> {
             return 0;
         }
         let Some(target) = self.policy.itl_target else { return self.rows };
-        let paced = self.rates.prompt_rows_within(target, decoding).unwrap_or(0) / PAGE_TOKENS * PAGE_TOKENS;
-        paced.max(self.policy.min_quantum).min(self.rows)
+        let paced = whole_pages(self.rates.prompt_rows_within(target, decoding).unwrap_or(0));
+        paced.max(self.least_quantum(target, decoding)).min(self.rows)
+    }
+
+    /// Prompt rows of a step for which the target leaves no time: what [`OVERRUN`] allows at the measured rate, so that the same
+    /// policy does on a machine of ten tokens a second and on one of ten thousand.
+    fn least_quantum(&self, target: f64, decoding: usize) -> usize {
+        let most = self.policy.min_quantum;
+        let Some(rate) = self.rates.prefill_rate() else { return most };
+        let seconds = OVERRUN * target.max(self.rates.decode_seconds(decoding));
+        let rows = (seconds * rate) as usize;
+        (if rows < PAGE_TOKENS { rows.max(1) } else { whole_pages(rows) }).min(most)
     }
 
     /// Rows set aside for long prompts: what they can use, at most half (the larger one).
@@ -107,4 +119,8 @@ impl Pass<'_> {
     pub(super) fn long_rank(&self, view: &View, left: usize) -> (i64, i64, SequenceId) {
         (importance(self.policy, view), ascending(self.long_key(view, left)), view.id)
     }
+}
+
+fn whole_pages(rows: usize) -> usize {
+    rows / PAGE_TOKENS * PAGE_TOKENS
 }

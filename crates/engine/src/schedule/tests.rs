@@ -151,6 +151,13 @@ fn drafts_are_the_first_to_go_when_rows_logits_pages_or_the_length_are_short() {
     let tight = Resources { rows: 68, ..plenty() };
     let decision = decide(&[running[0], running[1], prefill(2, 500, 0)], &[], &tight, &unpaced());
     assert_eq!(rows(&decision), [(0, 3, 2), (1, 1, 0), (2, 64, 0)]);
+    // No more than the pace gives them, where that is less.
+    let mut slow = Rates::default();
+    slow.record(1000, 0, 10.0);
+    slow.record(0, 1, 0.2);
+    let views = [running[0], running[1], prefill(2, 500, 0)];
+    let paced = schedule(&Views { running: &views, waiting: &[] }, &tight, &Policy::default(), &slow, 1.0);
+    assert_eq!(rows(&paced), [(0, 4, 3), (1, 4, 3), (2, 10, 0)]);
     // Not for those that cannot start.
     let full = Resources { sequences: 2, ..tight };
     let drafted = |resources: &Resources, policy: &Policy| {
@@ -176,7 +183,18 @@ fn prompts_get_what_the_target_leaves() {
     };
     // (0.1 - 0.02) s at 10,000 tokens a second, whole pages.
     assert_eq!(rows_at(Some(0.1)), 768);
-    assert_eq!(rows_at(Some(0.03)), 512, "the least quantum");
+    // 0.03 s leave one page; half of them more is allowed.
+    assert_eq!(rows_at(Some(0.03)), 128);
+    // No target that decoding alone misses keeps prompts from half of that time, and 512 rows are enough of it.
+    assert_eq!(rows_at(Some(0.01)), 64);
+    let slow_decoding = |seconds: f64| {
+        let mut rates = measured();
+        (0..200).for_each(|_| rates.record(0, 1, seconds));
+        let policy = Policy { itl_target: Some(0.01), ..Policy::default() };
+        let views = Views { running: &running, waiting: &[] };
+        rows(&schedule(&views, &Resources { rows: 4097, ..plenty() }, &policy, &rates, 1.0))[1].1
+    };
+    assert_eq!((slow_decoding(0.05), slow_decoding(1.0)), (192, 512));
     assert_eq!(rows_at(Some(10.0)), 4096);
     assert_eq!(rows_at(None), 4096);
     let alone = decide(&running[1..], &[], &Resources { rows: 4097, ..plenty() }, &Policy::default());
@@ -184,6 +202,20 @@ fn prompts_get_what_the_target_leaves() {
     let views = Views { running: &running, waiting: &[] };
     let unknown = schedule(&views, &plenty(), &Policy::default(), &Rates::default(), 1.0);
     assert_eq!(rows(&unknown)[1].1, 512, "unknown speed: the least quantum");
+}
+
+#[test]
+fn the_least_quantum_follows_the_machine() {
+    let running = [decoder(0, 100, 0), prefill(1, 8000, 0)];
+    let views = Views { running: &running, waiting: &[] };
+    let rows_at = |rate: f64| {
+        let mut rates = Rates::default();
+        rates.record(1000, 0, 1000.0 / rate);
+        rates.record(0, 1, 0.2);
+        rows(&schedule(&views, &plenty(), &Policy::default(), &rates, 1.0))[1].1
+    };
+    // Decoding takes 0.2 s, twice the target: prompts get 0.1 s.
+    assert_eq!([5.0, 100.0, 1000.0, 3000.0, 100_000.0].map(rows_at), [1, 10, 64, 256, 512]);
 }
 
 #[test]
