@@ -13,6 +13,7 @@ pub mod answer;
 pub mod app;
 pub mod chat;
 pub mod completions;
+mod connections;
 pub mod engine;
 pub mod error;
 pub mod fetch;

@@ -16,7 +16,7 @@ use crate::router::dialect;
 #[derive(Debug)]
 pub struct Loading {
     stop: oneshot::Sender<()>,
-    task: JoinHandle<std::io::Result<()>>,
+    task: JoinHandle<()>,
 }
 
 impl Loading {

@@ -10,6 +10,7 @@ use axum::Router;
 use axum::serve::ListenerExt as _;
 use tokio::task::JoinHandle;
 
+use crate::connections;
 use crate::serve::ServeError;
 use crate::tls::Tls;
 
@@ -73,7 +74,7 @@ impl Port {
         self,
         router: Router,
         stop: impl Future<Output = ()> + Send + 'static,
-    ) -> std::io::Result<JoinHandle<std::io::Result<()>>> {
+    ) -> std::io::Result<JoinHandle<()>> {
         let listener = tokio::net::TcpListener::from_std(self.listener)?.tap_io(|stream| {
             // Without it small frames wait for acknowledgements; a failure costs time only.
             if let Err(error) = stream.set_nodelay(true) {
@@ -81,10 +82,10 @@ impl Port {
             }
         });
         Ok(match self.tls {
-            None => tokio::spawn(axum::serve(listener, router).with_graceful_shutdown(stop).into_future()),
+            None => tokio::spawn(connections::serve(listener, router, stop)),
             Some(tls) => {
                 let listener = tls.listener(listener)?;
-                tokio::spawn(axum::serve(listener, router).with_graceful_shutdown(stop).into_future())
+                tokio::spawn(connections::serve(listener, router, stop))
             }
         })
     }

@@ -3,8 +3,10 @@
 //! [`Run`] owns the tickets of all answers, so dropping it (a closed connection, an error, a panic) aborts them within one
 //! step; it also feeds the metrics. Invariant: every answer that was submitted is recorded exactly once.
 
+use std::future::{Future as _, poll_fn};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use axum::body::Body;
@@ -35,12 +37,42 @@ pub struct Run {
     _in_flight: InFlight,
 }
 
-/// How long nothing came. The timer runs on while tokens come and is set anew only when it rings: setting one for every token
-/// would cost more than all else that happens to it here.
+/// How long nothing came. The timer runs on while tokens come and is set anew only when it rings, and nobody looks at it before:
+/// it is memory of its own, and with many streams fetching that costs as much as writing an event.
 #[derive(Debug)]
 struct Silence {
     since: Instant,
     timer: Pin<Box<Sleep>>,
+    rings: Instant,
+    /// Whom it wakes.
+    wakes: Option<Waker>,
+}
+
+impl Silence {
+    fn new(patience: Duration) -> Self {
+        let rings = Instant::now() + patience;
+        Self { since: rings, timer: Box::pin(sleep_until(rings)), rings, wakes: None }
+    }
+
+    /// Ready when nothing came for so long.
+    fn poll(&mut self, patience: Duration, context: &mut Context<'_>) -> Poll<()> {
+        let asked = self.wakes.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
+        if asked && Instant::now() < self.rings {
+            return Poll::Pending;
+        }
+        while self.timer.as_mut().poll(context).is_ready() {
+            let end = self.since + patience;
+            let over = Instant::now() >= end;
+            self.rings = if over { end + patience } else { end };
+            self.timer.as_mut().reset(self.rings);
+            if over {
+                self.wakes = None;
+                return Poll::Ready(());
+            }
+        }
+        self.wakes = Some(context.waker().clone());
+        Poll::Pending
+    }
 }
 
 /// Milliseconds to the first token, as far as the engine can tell beforehand.
@@ -159,26 +191,16 @@ impl Run {
             return Ok(true);
         }
         let Some(patience) = patience else { return self.wait(batch).await.map(|()| true) };
-        let now = Instant::now();
-        let silence =
-            self.silence.get_or_insert_with(|| Silence { since: now, timer: Box::pin(sleep_until(now + patience)) });
-        silence.since = now;
-        loop {
-            tokio::select! {
-                biased;
-                count = self.events.recv_many(batch, BATCH) => {
-                    return if count == 0 { Err(ApiError::engine_dead(true)) } else { Ok(true) };
-                }
-                () = silence.timer.as_mut() => {
-                    let end = silence.since + patience;
-                    if Instant::now() >= end {
-                        silence.timer.as_mut().reset(end + patience);
-                        return Ok(false);
-                    }
-                    silence.timer.as_mut().reset(end);
-                }
+        let silence = self.silence.get_or_insert_with(|| Silence::new(patience));
+        silence.since = Instant::now();
+        let events = &mut self.events;
+        poll_fn(|context| {
+            if let Poll::Ready(count) = events.poll_recv_many(context, batch, BATCH) {
+                return Poll::Ready(if count == 0 { Err(ApiError::engine_dead(true)) } else { Ok(true) });
             }
-        }
+            silence.poll(patience, context).map(|()| Ok(false))
+        })
+        .await
     }
 
     /// Feeds an event to its answer; returns how many of its tokens count. An answer that has ended gets no more.

@@ -61,7 +61,7 @@ pub async fn serve(
     }
     let result = tokio::select! {
         ended = &mut server => {
-            return ended.map_err(std::io::Error::other)?.map_err(ServeError::from);
+            return ended.map_err(|error| std::io::Error::other(error).into());
         }
         reason = engine_death(&app) => {
             app.drain();
