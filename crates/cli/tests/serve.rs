@@ -234,6 +234,20 @@ fn steps_are_recorded_and_prefixes_reused() {
     let said = String::from_utf8_lossy(&replayed.stdout);
     assert!(replayed.status.success() && said.contains("all as recorded"), "{said} {replayed:?}");
     assert!(recorded.contains("Paris"), "{recorded}");
+    // A log whose server had another tokenizer names it; where it is not at hand, the user may say where it is.
+    assert!(lines[0]["header"].get("tokenizer").is_none());
+    let moved = directory.path().join("moved.jsonl");
+    let named = recorded.replacen("\"settings\"", "\"tokenizer\":\"/no/such\",\"settings\"", 1);
+    std::fs::write(&moved, named).unwrap();
+    let replay = |more: &[&str]| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_glimmer"));
+        command.arg("replay").arg(&moved).args(more).output().unwrap()
+    };
+    let missing = String::from_utf8_lossy(&replay(&[]).stderr).into_owned();
+    assert!(missing.contains("/no/such") && missing.contains("name one by --tokenizer"), "{missing}");
+    let micro = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16");
+    let found = replay(&["--tokenizer", micro]);
+    assert!(found.status.success(), "{found:?}");
 }
 
 /// `glimmer bench` against a port.

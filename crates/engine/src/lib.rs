@@ -70,7 +70,7 @@ pub use error::EngineError;
 pub use generate::{Generator, Sink};
 pub use pools::{Need, Page, PageTable, Pools, Slot};
 pub use prefix::{PageKeys, PrefixTree};
-pub use record::{ReplayError, Replayed, replay};
+pub use record::{Recorded, ReplayError, Replayed, replay};
 pub use request::{FinishReason, Output, Request, Sampling, TokenEvent};
 pub use rows::{Answer, AnswerRules, Judged, RowJudge, RowMask};
 pub use rules::Rules;

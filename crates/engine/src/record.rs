@@ -20,7 +20,7 @@ use glimmer_tensor::{Backend, Step};
 
 pub(crate) use self::lines::Header;
 use self::lines::{Decided, Event, Line, Planned, Submission, VERSION, Yielded, bits};
-pub use self::replay::{ReplayError, Replayed, replay};
+pub use self::replay::{Recorded, ReplayError, Replayed, replay};
 use crate::{
     EngineError, Generator, SequenceId,
     request::{Request, TokenEvent},
@@ -28,14 +28,15 @@ use crate::{
 };
 
 impl<B: Backend> Generator<B> {
-    /// Records everything from here on in a file. Only an engine that has not taken a request yet can be recorded.
+    /// Records everything from here on in a file. Only an engine that has not taken a request yet can be recorded. `tokenizer`
+    /// names where the meaning of tokens comes from, if that is not the model's own: whoever replays shapes of answers needs it.
     ///
     /// A file that cannot be written any more ends the recording, not the engine: see
     /// [`crate::Snapshot::record_error`].
     ///
     /// # Errors
     /// [`EngineError::Record`] when the file cannot be created, or when the engine has worked already.
-    pub fn record(&mut self, file: &Path) -> Result<(), EngineError> {
+    pub fn record(&mut self, file: &Path, tokenizer: Option<&str>) -> Result<(), EngineError> {
         let failed = |reason: String| EngineError::Record { file: file.to_owned(), reason };
         if !self.is_fresh() {
             return Err(failed(
@@ -43,7 +44,7 @@ impl<B: Backend> Generator<B> {
             ));
         }
         let out = File::create(file).map_err(|error| failed(error.to_string()))?;
-        let header = self.header();
+        let header = Header { tokenizer: tokenizer.map(str::to_owned), ..self.header() };
         let recorder = Recorder::new(Out::File(BufWriter::new(out)), header);
         if let Some(error) = recorder.error() {
             return Err(failed(error.to_owned()));
@@ -151,6 +152,6 @@ impl Recorder {
 
 impl Header {
     pub(crate) fn new(model: String, settings: crate::Settings) -> Self {
-        Self { version: VERSION, model, settings }
+        Self { version: VERSION, model, settings, tokenizer: None }
     }
 }

@@ -6,7 +6,8 @@ mod support;
 use std::{collections::BTreeMap, path::Path};
 
 use glimmer_engine::{
-    EngineError, FinishReason, Flow, Generator, ReplayError, Replayed, Request, Sampling, SequenceId, Settings,
+    EngineError, FinishReason, Flow, Generator, Recorded, ReplayError, Replayed, Request, Sampling, SequenceId,
+    Settings,
     constraint::Grammars as _,
     replay,
     request::{Collector, Structure},
@@ -98,7 +99,10 @@ fn busy(generator: &mut Generator<Cpu>, grammars: &EvenGrammars) -> BTreeMap<Seq
 
 fn replay_file(file: &Path, grammars: &EvenGrammars) -> Result<Replayed, ReplayError> {
     let log = std::io::BufReader::new(std::fs::File::open(file).unwrap());
-    let load = |settings: &Settings| Generator::load(Cpu::new(1), &support::checkpoint(), settings);
+    let load = |recorded: &Recorded<'_>| {
+        assert_eq!(recorded.tokenizer, Some("elsewhere"));
+        Generator::load(Cpu::new(1), &support::checkpoint(), recorded.settings)
+    };
     replay(log, load, Some(grammars))
 }
 
@@ -108,7 +112,7 @@ fn a_busy_run_replays_and_a_changed_log_names_the_first_difference() {
     let file = directory.path().join("steps.jsonl");
     let mut generator = load(&busy_settings());
     let grammars = EvenGrammars(generator.model().config().eos_token_ids.clone());
-    generator.record(&file).unwrap();
+    generator.record(&file, Some("elsewhere")).unwrap();
     let answers = busy(&mut generator, &grammars);
     let counters = generator.snapshot().counters;
     assert!(counters.preemptions > 0 && counters.prefix_hits > 0 && counters.drafts.steps() > 0, "{counters:?}");
@@ -174,10 +178,10 @@ fn a_busy_run_replays_and_a_changed_log_names_the_first_difference() {
 fn a_record_begins_before_the_first_request() {
     let directory = tempfile::tempdir().unwrap();
     let mut generator = load(&settings(1, 0));
-    let missing = generator.record(&directory.path().join("no/such/steps.jsonl"));
+    let missing = generator.record(&directory.path().join("no/such/steps.jsonl"), None);
     assert!(matches!(missing, Err(EngineError::Record { .. })), "{missing:?}");
     generator.generate(Request::new(vec![30, 31], 2).ignoring_eos(), &mut |_| Flow::Continue).unwrap();
-    let late = generator.record(&directory.path().join("steps.jsonl"));
+    let late = generator.record(&directory.path().join("steps.jsonl"), None);
     assert!(
         matches!(&late, Err(EngineError::Record { reason, .. }) if reason.contains("before the first")),
         "{late:?}"

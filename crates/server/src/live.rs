@@ -155,7 +155,7 @@ pub fn load<B: Backend + 'static>(
     let settings = settings(&checkpoint, config, &sizes, depth, model.format.tokenizer())?;
     let ends = settings.end_tokens.as_deref().unwrap_or(&checkpoint.config().text.eos_token_ids);
     model.grammars = grammars(&model, ends);
-    let record = config.record_steps.clone();
+    let (record, tokenizer) = (config.record_steps.clone(), config.tokenizer.clone());
     let backend = open().map_err(LoadError::Device)?;
     let load = move || {
         let began = std::time::Instant::now();
@@ -164,7 +164,7 @@ pub fn load<B: Backend + 'static>(
         let gigabytes = stored_bytes(&checkpoint) as f64 / 1e9;
         tracing::info!("Loaded {gigabytes:.3} GB in {seconds:.2} s ({:.1} GB/s)", gigabytes / seconds);
         if let Some(file) = record {
-            generator.record(Path::new(&file))?;
+            generator.record(Path::new(&file), tokenizer.as_deref())?;
         }
         Ok(generator)
     };

@@ -34,6 +34,9 @@ pub(crate) struct Header {
     /// SHA-256 of the model's configuration.
     pub(crate) model: String,
     pub(crate) settings: Settings,
+    /// Where the tokens' meaning came from, if not from the model: shapes of answers are made of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) tokenizer: Option<String>,
 }
 
 /// A step before it is computed.

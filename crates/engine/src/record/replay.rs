@@ -10,6 +10,15 @@ use super::{
 };
 use crate::{EngineError, Flow, Generator, SequenceId, Settings, clock::Clock, constraint::Grammars};
 
+/// What a log says of the engine that wrote it.
+#[derive(Debug, Clone, Copy)]
+pub struct Recorded<'a> {
+    /// Its settings.
+    pub settings: &'a Settings,
+    /// Where the meaning of tokens came from, if not from the model ([`Generator::record`]).
+    pub tokenizer: Option<&'a str>,
+}
+
 /// A log that an engine repeated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Replayed {
@@ -68,7 +77,7 @@ pub enum ReplayError {
 /// [`ReplayError::Difference`] at the first difference; the others when the log cannot be read or the engine fails.
 pub fn replay<B: Backend>(
     log: impl BufRead,
-    load: impl FnOnce(&Settings) -> Result<Generator<B>, EngineError>,
+    load: impl FnOnce(&Recorded<'_>) -> Result<Generator<B>, EngineError>,
     grammars: Option<&dyn Grammars>,
 ) -> Result<Replayed, ReplayError> {
     let mut lines = log.lines().enumerate().map(|(index, line)| {
@@ -88,7 +97,8 @@ pub fn replay<B: Backend>(
         }
         _ => return Err(ReplayError::Line { line: 1, reason: "expected a header".to_owned() }),
     };
-    let mut generator = load(&header.settings).map_err(|error| ReplayError::Engine { line: 1, error })?;
+    let recorded = Recorded { settings: &header.settings, tokenizer: header.tokenizer.as_deref() };
+    let mut generator = load(&recorded).map_err(|error| ReplayError::Engine { line: 1, error })?;
     let own = generator.header();
     if own.model != header.model {
         return Err(ReplayError::Model { expected: header.model, found: own.model });
