@@ -1,16 +1,13 @@
 //! The engine as a completer of prompts.
 
-use std::collections::HashMap;
-
 use glimmer_checkpoint::Checkpoint;
-use glimmer_engine::{
-    DraftCounts, FinishReason, Flow, Generator, Request, SequenceId, Settings, Stats, request::Collector,
-};
+use glimmer_engine::{DraftCounts, FinishReason, Generator, Request, Settings, Stats};
 use glimmer_tensor::Backend;
 
 use crate::error::BenchError;
 use crate::evaluate::Finish;
 use crate::local::{Completer, Completion, CompletionSink, PromptSource, Prompted};
+use crate::under_way::UnderWay;
 
 /// A generator that takes its prompts one by one, always keeping the next one ready.
 #[derive(Debug)]
@@ -39,67 +36,52 @@ impl<B: Backend> EngineCompleter<B> {
         &self.generator.stats().drafts
     }
 
-    fn submit(&mut self, prompted: Prompted) -> Result<SequenceId, BenchError> {
-        let failed = |error| BenchError::model("a prompt", error);
-        let media = self.generator.media(&prompted.ids, prompted.pictures).map_err(failed)?;
+    fn submit(&mut self, index: usize, prompted: Prompted, open: &mut UnderWay) -> Result<(), BenchError> {
         let most = u32::try_from(prompted.max_tokens).unwrap_or(u32::MAX);
-        let mut request = Request { media, ..Request::new(prompted.ids, most) };
+        let mut request = Request::new(prompted.ids, most);
         request.limits.stop_tokens = prompted.stop_ids;
-        self.generator.submit(request).map_err(failed)
+        open.submit(&mut self.generator, index, request, prompted.pictures)
     }
 
     fn run(
         &mut self,
         next: &mut PromptSource<'_>,
         done: &mut CompletionSink<'_>,
-        open: &mut Open,
+        open: &mut UnderWay,
     ) -> Result<(), BenchError> {
         let (mut pulled, mut exhausted) = (0, false);
         loop {
             while !exhausted && self.generator.unfinished().0 == 0 {
                 match next() {
                     Some(prompted) => {
-                        let id = self.submit(prompted?)?;
-                        open.insert(id, (pulled, Collector::default()));
+                        self.submit(pulled, prompted?, open)?;
                         pulled += 1;
                     }
                     None => exhausted = true,
                 }
             }
-            let mut finished = Vec::new();
-            let busy = self.generator.step(&mut |sequence, event| {
-                if let Some(output) = open.get_mut(&sequence).and_then(|(_, collector)| collector.take(event)) {
-                    finished.push((sequence, output));
-                }
-                Flow::Continue
-            });
-            if !busy.map_err(|error| BenchError::model("a step", error))? && exhausted {
+            if exhausted && open.is_empty() {
                 return Ok(());
             }
-            for (id, output) in finished {
-                let Some((index, _)) = open.remove(&id) else { continue };
+            open.step(&mut self.generator, |index, output| {
                 let finish = match output.finish {
                     FinishReason::EndToken | FinishReason::StopToken(_) => Finish::Stop,
                     FinishReason::Length | FinishReason::Abort => Finish::Length,
                     FinishReason::Error(error) => return Err(BenchError::model("an answer", error)),
                 };
                 done(index, Completion { ids: output.tokens, finish });
-            }
+                Ok(())
+            })?;
         }
     }
 }
 
-/// Sequences that have not ended, with the index of their prompt and what they yielded.
-type Open = HashMap<SequenceId, (usize, Collector)>;
-
 impl<B: Backend> Completer for EngineCompleter<B> {
     fn complete(&mut self, next: &mut PromptSource<'_>, done: &mut CompletionSink<'_>) -> Result<(), BenchError> {
-        let mut open = Open::new();
+        let mut open = UnderWay::default();
         let result = self.run(next, done, &mut open);
         // After an error the engine must not go on with sequences that nobody waits for.
-        for id in open.into_keys() {
-            self.generator.abort(id);
-        }
+        open.abort(&mut self.generator);
         result
     }
 }

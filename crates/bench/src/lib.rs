@@ -31,6 +31,7 @@ pub mod serve;
 pub mod soak;
 pub mod steps;
 mod tasks;
+mod under_way;
 
 pub use acceptance::Acceptance;
 pub use behaviour::behaviour;

@@ -4,15 +4,14 @@
 //! looks at the first token that differs: up to there both have computed the same prompt, and the reference says how far its
 //! logits of the two tokens are apart. Behind it the answers have different prompts, and nothing is compared any more.
 
-use std::collections::HashMap;
-
 use glimmer_checkpoint::Checkpoint;
-use glimmer_engine::{Flow, Generator, Request, Sampling, Settings, request::Collector, request::Output};
+use glimmer_engine::{Generator, Request, Sampling, Settings, request::Output};
 use glimmer_tensor::Backend;
 use serde::Serialize;
 
 use crate::error::BenchError;
 use crate::exactness::Case;
+use crate::under_way::UnderWay;
 
 /// Log-probabilities reported beside each token: a near tie is among the best few.
 const BEST: u32 = 5;
@@ -78,39 +77,23 @@ pub fn greedy<B: Backend>(
     tokens: u32,
     settings: &Settings,
 ) -> Result<Vec<Greedy>, BenchError> {
-    let failed = |error| BenchError::model("answering", error);
-    let mut generator = Generator::load(backend, checkpoint, settings).map_err(failed)?;
-    let mut open = HashMap::new();
+    let mut generator =
+        Generator::load(backend, checkpoint, settings).map_err(|error| BenchError::model("loading", error))?;
+    let (mut open, mut next) = (UnderWay::default(), 0);
     let mut answers = vec![None; cases.len()];
-    let mut next = 0;
     while next < cases.len() || !open.is_empty() {
         while next < cases.len() && generator.room() > 0 {
             let case = &cases[next];
-            let media = generator.media(&case.ids, case.pictures.clone()).map_err(failed)?;
-            let mut request = Request { media, ..Request::new(case.ids.clone(), tokens) }.ignoring_eos();
+            let mut request = Request::new(case.ids.clone(), tokens).ignoring_eos();
             request.sampling = Sampling::greedy();
             request.logprobs = Some(BEST);
-            let id = generator.submit(request).map_err(failed)?;
-            open.insert(id, (next, Collector::default()));
+            open.submit(&mut generator, next, request, case.pictures.clone())?;
             next += 1;
         }
-        let mut ended = Vec::new();
-        let busy = generator.step(&mut |sequence, event| {
-            if let Some((_, collector)) = open.get_mut(&sequence)
-                && let Some(output) = collector.take(event)
-            {
-                ended.push((sequence, output));
-            }
-            Flow::Continue
-        });
-        for (sequence, output) in ended {
-            if let Some((index, _)) = open.remove(&sequence) {
-                answers[index] = Some(of(output));
-            }
-        }
-        if !busy.map_err(failed)? && !open.is_empty() {
-            return Err(BenchError::model("answering", "a sequence got no end although nothing is left to do"));
-        }
+        open.step(&mut generator, |index, output| {
+            answers[index] = Some(of(output));
+            Ok(())
+        })?;
     }
     let missing = || BenchError::model("answering", "a prompt got no answer");
     answers.into_iter().map(|answer| answer.ok_or_else(missing)).collect()

@@ -68,6 +68,9 @@ pub(crate) struct ServerArgs {
     /// Headers of every request
     #[arg(long, value_name = "KEY=VALUE", num_args = 0.., value_parser = pair)]
     pub(crate) header: Vec<(String, String)>,
+    /// Certificates (PEM) to trust instead of the public authorities, for an https URL
+    #[arg(long, value_name = "FILE")]
+    pub(crate) ca_file: Option<PathBuf>,
     /// After this long a request has failed
     #[arg(long, value_name = "SECONDS", default_value_t = 21_600.0, value_parser = positive)]
     pub(crate) request_timeout_sec: f64,
@@ -225,6 +228,9 @@ pub(crate) struct BenchGridArgs {
     /// Do not measure how fast prompts alone are read
     #[arg(long, help_heading = "Grid")]
     pub(crate) skip_prefill: bool,
+    /// A second replica of the model: also measure how much the two disturb each other, each alone and both at once
+    #[arg(long, value_name = "URL", help_heading = "Grid")]
+    pub(crate) beside: Option<String>,
     /// The page
     #[arg(long, value_name = "FILE", default_value = "bench-grid.html", help_heading = "Results")]
     pub(crate) html: PathBuf,

@@ -1,12 +1,11 @@
 //! Runs cases on an engine: one by one, or in a company that joins and leaves at random.
 
-use std::collections::HashMap;
-
-use glimmer_engine::{Flow, Generator, Request, SequenceId, request::Collector};
+use glimmer_engine::{Generator, Output, SequenceId};
 use glimmer_tensor::Backend;
 
 use super::{Case, Given};
 use crate::error::BenchError;
+use crate::under_way::{UnderWay, submit};
 
 /// Random numbers by a counter (SplitMix64): the same order on every machine.
 #[derive(Clone, Debug)]
@@ -27,27 +26,27 @@ impl Dice {
     }
 }
 
-fn failed(error: impl Into<Box<dyn std::error::Error + Send + Sync>>) -> BenchError {
-    BenchError::model("the engine", error)
+impl From<Output> for Given {
+    fn from(output: Output) -> Self {
+        Self { tokens: output.tokens, finish: format!("{:?}", output.finish) }
+    }
 }
 
-/// A request of a case with its pictures.
-fn submit<B: Backend>(generator: &mut Generator<B>, case: &Case) -> Result<SequenceId, BenchError> {
-    let media = generator.media(&case.ids, case.pictures.clone()).map_err(failed)?;
-    generator.submit(Request { media, ..case.request() }).map_err(failed)
+fn no_answer(case: &Case) -> BenchError {
+    BenchError::model("the engine", format!("{} got no answer", case.id))
 }
 
 /// Answers one case with nothing beside it.
 pub(super) fn alone<B: Backend>(generator: &mut Generator<B>, case: &Case) -> Result<Given, BenchError> {
-    let id = submit(generator, case)?;
-    let mut open = HashMap::from([(id, (0, Collector::default()))]);
-    let mut given = vec![None];
+    let (mut open, mut given) = (UnderWay::default(), None);
+    open.submit(generator, 0, case.request(), case.pictures.clone())?;
     while !open.is_empty() {
-        if !step(generator, &mut open, &mut given)? && !open.is_empty() {
-            return Err(failed(format!("{} got no end although nothing is left to do", case.id)));
-        }
+        open.step(generator, |_, output| {
+            given = Some(output.into());
+            Ok(())
+        })?;
     }
-    given.pop().flatten().ok_or_else(|| failed(format!("{} got no answer", case.id)))
+    given.ok_or_else(|| no_answer(case))
 }
 
 /// Answers all cases, up to `most` at once. They join in random order at random steps; besides them others join that are
@@ -64,7 +63,7 @@ pub(super) fn together<B: Backend>(
         order.swap(i, dice.below(i + 1));
     }
     let mut given: Vec<Option<Given>> = vec![None; order.len()];
-    let mut open = HashMap::new();
+    let mut open = UnderWay::default();
     // Passers-by with the steps that they stay.
     let mut passing: Vec<(SequenceId, usize)> = Vec::new();
     while !order.is_empty() || !open.is_empty() {
@@ -75,14 +74,18 @@ pub(super) fn together<B: Backend>(
                 continue;
             }
             if dice.below(4) == 0 {
-                let id = submit(generator, &cases[dice.below(cases.len())])?;
+                let case = &cases[dice.below(cases.len())];
+                let id = submit(generator, case.request(), case.pictures.clone())?;
                 passing.push((id, 1 + dice.below(20)));
             } else if let Some(next) = order.pop() {
-                let id = submit(generator, &cases[next % cases.len()])?;
-                open.insert(id, (next, Collector::default()));
+                let case = &cases[next % cases.len()];
+                open.submit(generator, next, case.request(), case.pictures.clone())?;
             }
         }
-        step(generator, &mut open, &mut given)?;
+        open.step(generator, |index, output| {
+            given[index] = Some(output.into());
+            Ok(())
+        })?;
         for (id, steps) in &mut passing {
             *steps -= 1;
             if *steps == 0 {
@@ -98,31 +101,9 @@ pub(super) fn together<B: Backend>(
     let mut answers = Vec::with_capacity(given.len());
     for (index, given) in given.into_iter().enumerate() {
         let case = &cases[index % cases.len()];
-        answers.push((index % cases.len(), given.ok_or_else(|| failed(format!("{} got no answer", case.id)))?));
+        answers.push((index % cases.len(), given.ok_or_else(|| no_answer(case))?));
     }
     Ok(answers)
-}
-
-fn step<B: Backend>(
-    generator: &mut Generator<B>,
-    open: &mut HashMap<SequenceId, (usize, Collector)>,
-    given: &mut [Option<Given>],
-) -> Result<bool, BenchError> {
-    let mut ended = Vec::new();
-    let busy = generator.step(&mut |sequence, event| {
-        if let Some((_, collector)) = open.get_mut(&sequence)
-            && let Some(output) = collector.take(event)
-        {
-            ended.push((sequence, output));
-        }
-        Flow::Continue
-    });
-    for (sequence, output) in ended {
-        if let Some((index, _)) = open.remove(&sequence) {
-            given[index] = Some(Given { tokens: output.tokens, finish: format!("{:?}", output.finish) });
-        }
-    }
-    busy.map_err(failed)
 }
 
 #[cfg(test)]

@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use bytes::Bytes;
-use serde::Deserialize;
 use serde_json::{Map, Value};
 
 use super::Asked;
 use crate::serve::client::{Client, refusal};
+use crate::serve::event::Events;
 use crate::serve::sse::EventReader;
 use crate::tasks::Call;
 
@@ -94,48 +94,7 @@ struct State {
     reply: RemoteReply,
     /// Name and arguments of each call, by the server's index.
     calls: Vec<(String, String)>,
-    done: bool,
-    problem: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Event {
-    #[serde(default)]
-    choices: Vec<Choice>,
-    usage: Option<Usage>,
-    error: Option<Value>,
-}
-
-#[derive(Deserialize)]
-struct Choice {
-    delta: Option<Delta>,
-    finish_reason: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Delta {
-    content: Option<String>,
-    reasoning: Option<String>,
-    reasoning_content: Option<String>,
-    tool_calls: Option<Vec<CallPart>>,
-}
-
-#[derive(Deserialize)]
-struct CallPart {
-    #[serde(default)]
-    index: usize,
-    function: Option<FunctionPart>,
-}
-
-#[derive(Deserialize)]
-struct FunctionPart {
-    name: Option<String>,
-    arguments: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Usage {
-    completion_tokens: Option<usize>,
+    events: Events,
 }
 
 /// Most calls of an answer: what is beyond is noise, and an index may be anything.
@@ -144,40 +103,17 @@ const MOST_CALLS: usize = 256;
 impl State {
     /// Takes the payload of one event.
     fn take(&mut self, data: &str) {
-        if self.done || self.problem.is_some() {
-            return;
-        }
-        if data.trim() == "[DONE]" {
-            self.done = true;
-            return;
-        }
-        let event: Event = match serde_json::from_str(data) {
-            Ok(event) => event,
-            Err(error) => {
-                self.problem = Some(format!("an event of the stream is not readable: {error}"));
-                return;
-            }
-        };
-        if let Some(error) = event.error.filter(|error| !error.is_null()) {
-            let message = error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned);
-            self.problem = Some(format!("the server ended the stream with an error: {message}"));
-            return;
-        }
+        let Some(mut event) = self.events.read(data) else { return };
+        let choice = event.choice();
         if let Some(tokens) = event.usage.and_then(|usage| usage.completion_tokens) {
             self.reply.tokens = tokens;
         }
-        let Some(choice) = event.choices.into_iter().next() else { return };
-        if let Some(delta) = choice.delta {
-            self.reply.reasoning.push_str(&delta.reasoning.or(delta.reasoning_content).unwrap_or_default());
-            self.reply.content.push_str(&delta.content.unwrap_or_default());
-            for part in delta.tool_calls.into_iter().flatten().filter(|part| part.index < MOST_CALLS) {
-                if self.calls.len() <= part.index {
-                    self.calls.resize_with(part.index + 1, Default::default);
-                }
-                let (name, arguments) = &mut self.calls[part.index];
-                let Some(function) = part.function else { continue };
-                name.push_str(&function.name.unwrap_or_default());
-                arguments.push_str(&function.arguments.unwrap_or_default());
+        let Some(choice) = choice else { return };
+        if let Some(mut delta) = choice.delta {
+            self.reply.reasoning.push_str(&delta.thought().unwrap_or_default());
+            self.reply.content.push_str(delta.content.as_deref().unwrap_or_default());
+            for part in delta.calls() {
+                self.take_call(part);
             }
         }
         if let Some(finish) = choice.finish_reason {
@@ -185,13 +121,22 @@ impl State {
         }
     }
 
+    /// Takes a part of a tool call.
+    fn take_call(&mut self, part: &Value) {
+        let index = part["index"].as_u64().and_then(|index| usize::try_from(index).ok()).unwrap_or(0);
+        if index >= MOST_CALLS {
+            return;
+        }
+        if self.calls.len() <= index {
+            self.calls.resize_with(index + 1, Default::default);
+        }
+        let (name, arguments) = &mut self.calls[index];
+        name.push_str(part["function"]["name"].as_str().unwrap_or_default());
+        arguments.push_str(part["function"]["arguments"].as_str().unwrap_or_default());
+    }
+
     fn end(self) -> Result<RemoteReply, String> {
-        if let Some(problem) = self.problem {
-            return Err(problem);
-        }
-        if self.reply.finish.is_empty() {
-            return Err("the stream ended before the answer did".to_owned());
-        }
+        self.events.end(!self.reply.finish.is_empty())?;
         let call = |(name, arguments): (String, String)| {
             let arguments: Map<String, Value> = serde_json::from_str(&arguments).unwrap_or_default();
             Call { name, arguments }

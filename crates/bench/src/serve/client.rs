@@ -5,6 +5,7 @@
 //! nothing of the request can have been answered on it.
 
 use std::fmt;
+use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
 use bytes::Bytes;
@@ -145,6 +146,29 @@ impl Client {
             headers,
             idle: Mutex::default(),
         }
+    }
+
+    /// Trusts the authorities in a file (PEM) instead of those that browsers trust: for servers with certificates of their
+    /// own.
+    ///
+    /// # Errors
+    /// [`ServeBenchError::Flag`] naming `flag` if the address is not encrypted or the file holds no certificates.
+    #[cfg_attr(not(feature = "tls"), allow(unused_mut, reason = "without encryption nobody is trusted"))]
+    pub fn trusting(mut self, flag: &'static str, file: &Path) -> Result<Self, ServeBenchError> {
+        if !self.address.tls {
+            return Err(ServeBenchError::flag(
+                flag,
+                format!("{} is not encrypted; expected https://...", self.address),
+            ));
+        }
+        #[cfg(feature = "tls")]
+        {
+            let wrong = |problem: String| ServeBenchError::flag(flag, format!("{}: {problem}", file.display()));
+            self.tls = Some(super::encrypted::Connector::trusting(file).map_err(wrong)?);
+        }
+        #[cfg(not(feature = "tls"))]
+        let _unreachable = file;
+        Ok(self)
     }
 
     /// The server's address.

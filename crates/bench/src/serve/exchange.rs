@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use hyper::header::{HeaderName, HeaderValue};
-use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::client::{Client, refusal, shortened};
 use super::dataset::Prompt;
+use super::event::{Delta, Events};
 use super::sse::EventReader;
 
 /// Which of OpenAI's APIs is spoken.
@@ -167,22 +167,16 @@ impl Ask {
             let text = shortened(&answer.text().await.map_err(broken)?);
             return Err(format!("expected a stream of events, the answer is {found:?}: {text}"));
         }
-        let (mut reader, mut state) = (EventReader::default(), State::default());
+        let (mut reader, mut events) = (EventReader::default(), Events::default());
         while let Some(chunk) = answer.chunk().await.map_err(broken)? {
             let now = start.elapsed().as_secs_f64();
-            reader.feed(&chunk, |data| state.take(self.api, data, now, outcome));
-            if let Some(problem) = state.problem.take() {
-                return Err(problem);
-            }
+            reader.feed(&chunk, |data| take(&mut events, self.api, data, now, outcome));
+            events.check()?;
         }
         let now = start.elapsed().as_secs_f64();
-        reader.finish(|data| state.take(self.api, data, now, outcome));
-        if let Some(problem) = state.problem {
-            return Err(problem);
-        }
-        if !state.done && outcome.finish.is_none() {
-            return Err("the stream ended before the answer did".to_owned());
-        }
+        reader.finish(|data| take(&mut events, self.api, data, now, outcome));
+        let finished = events.done() || outcome.finish.is_some();
+        events.end(finished)?;
         if outcome.events.is_empty() {
             return Err("the stream held no content".to_owned());
         }
@@ -191,99 +185,40 @@ impl Ask {
     }
 }
 
-#[derive(Debug, Default)]
-struct State {
-    done: bool,
-    problem: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Event {
-    #[serde(default)]
-    choices: Vec<Choice>,
-    usage: Option<Usage>,
-    error: Option<Value>,
-}
-
-#[derive(Deserialize)]
-struct Choice {
-    text: Option<String>,
-    delta: Option<Delta>,
-    finish_reason: Option<String>,
-}
-
-#[derive(Deserialize)]
-struct Delta {
-    role: Option<String>,
-    content: Option<String>,
-    reasoning: Option<String>,
-    reasoning_content: Option<String>,
-    #[serde(default)]
-    tool_calls: Option<Vec<Value>>,
-}
-
-#[derive(Deserialize)]
-struct Usage {
-    prompt_tokens: Option<usize>,
-    completion_tokens: Option<usize>,
-}
-
-impl State {
-    /// Takes the payload of one event that came at `now`.
-    fn take(&mut self, api: Api, data: &str, now: f64, outcome: &mut Outcome) {
-        if self.done || self.problem.is_some() {
-            return;
-        }
-        if data.trim() == "[DONE]" {
-            self.done = true;
-            return;
-        }
-        let event: Event = match serde_json::from_str(data) {
-            Ok(event) => event,
-            Err(error) => {
-                self.problem = Some(format!("an event of the stream is not readable: {error}: {}", shortened(data)));
-                return;
-            }
-        };
-        if let Some(error) = event.error.filter(|error| !error.is_null()) {
-            let message = error["message"].as_str().map_or_else(|| error.to_string(), str::to_owned);
-            self.problem = Some(format!("the server ended the stream with an error: {}", shortened(&message)));
-            return;
-        }
-        if let Some(usage) = event.usage {
-            outcome.output_tokens = usage.completion_tokens.or(outcome.output_tokens);
-            outcome.prompt_tokens = usage.prompt_tokens.unwrap_or(outcome.prompt_tokens);
-        }
-        let Some(choice) = event.choices.into_iter().next() else { return };
-        let counts = match api {
-            // An event without text stands for a token, too: part of a character, or the end.
-            Api::Completions => {
-                let text = choice.text.unwrap_or_default();
-                outcome.text.push_str(&text);
-                outcome.content.push_str(&text);
-                true
-            }
-            Api::Chat => choice.delta.is_some_and(|delta| delta.counts(outcome)),
-        };
-        if counts {
-            outcome.events.push(now);
-        }
-        outcome.finish = choice.finish_reason.or(outcome.finish.take());
+/// Takes the payload of an event that came at `now`.
+fn take(events: &mut Events, api: Api, data: &str, now: f64, outcome: &mut Outcome) {
+    let Some(mut event) = events.read(data) else { return };
+    let choice = event.choice();
+    if let Some(usage) = event.usage {
+        outcome.output_tokens = usage.completion_tokens.or(outcome.output_tokens);
+        outcome.prompt_tokens = usage.prompt_tokens.unwrap_or(outcome.prompt_tokens);
     }
+    let Some(choice) = choice else { return };
+    let counts = match api {
+        // An event without text stands for a token, too: part of a character, or the end.
+        Api::Completions => {
+            let text = choice.text.unwrap_or_default();
+            outcome.text.push_str(&text);
+            outcome.content.push_str(&text);
+            true
+        }
+        Api::Chat => choice.delta.is_some_and(|delta| counts(delta, outcome)),
+    };
+    if counts {
+        outcome.events.push(now);
+    }
+    outcome.finish = choice.finish_reason.or(outcome.finish.take());
 }
 
-impl Delta {
-    /// Adds the text; whether the event stands for tokens.
-    fn counts(self, outcome: &mut Outcome) -> bool {
-        let reasoning = self.reasoning.or(self.reasoning_content).filter(|text| !text.is_empty());
-        let called = self.tool_calls.is_some_and(|calls| !calls.is_empty());
-        // The event that only opens the answer carries the role and empty content.
-        let said = self.content.as_ref().is_some_and(|text| !text.is_empty() || self.role.is_none());
-        let thought = reasoning.is_some();
-        outcome.text.push_str(&reasoning.unwrap_or_default());
-        let content = self.content.unwrap_or_default();
-        outcome.text.push_str(&content);
-        outcome.content.push_str(&content);
-        thought || called || said
-    }
+/// Adds the text of a chat's event; whether it stands for tokens.
+fn counts(mut delta: Delta, outcome: &mut Outcome) -> bool {
+    let reasoning = delta.thought();
+    // The event that only opens the answer carries the role and empty content.
+    let said = delta.content.as_ref().is_some_and(|text| !text.is_empty() || delta.role.is_none());
+    let counts = reasoning.is_some() || !delta.calls().is_empty() || said;
+    outcome.text.push_str(&reasoning.unwrap_or_default());
+    let content = delta.content.unwrap_or_default();
+    outcome.text.push_str(&content);
+    outcome.content.push_str(&content);
+    counts
 }

@@ -14,6 +14,7 @@ use serde_json::{Map, Value, json};
 use super::arrival::Traffic;
 use super::counters::Counters;
 use super::error::ServeBenchError;
+use super::interference::Interference;
 use super::load::{Load, Target};
 use super::protocol::{Decode, Prefill, decode, prefill};
 use super::report::{Report, Settings, prompts_hash};
@@ -161,6 +162,9 @@ pub struct Grid {
     pub cells: Vec<Cell>,
     /// Prefill ceilings, of the last pass.
     pub prefill: Vec<Prefill>,
+    /// Two replicas side by side, if that was measured.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub interference: Vec<Interference>,
     /// What a reader should know: restarts, dropped figures.
     pub notes: Vec<String>,
     /// Whether it was stopped before its end.
@@ -216,6 +220,7 @@ pub async fn run_grid(
         metadata: settings.metadata.clone(),
         cells: Vec::new(),
         prefill: Vec::new(),
+        interference: Vec::new(),
         notes: Vec::new(),
         stopped: false,
     };

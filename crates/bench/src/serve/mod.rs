@@ -2,7 +2,8 @@
 //!
 //! [`dataset`] makes the prompts, [`arrival`] says when they are sent, [`load`] sends them through [`exchange`] over
 //! [`client`] and [`sse`], [`summary`] defines every reported quantity, [`report`] and [`table`] write it down;
-//! [`grid`] repeats that over concurrencies with the further measurements of [`protocol`], [`page`] shows them. Flags, keys and
+//! [`grid`] repeats that over concurrencies with the further measurements of [`protocol`] and [`interference`], [`page`] shows
+//! them. Flags, keys and
 //! labels are those of `vllm bench serve`, and so are prompts and arrival times for equal seeds.
 
 pub mod arrival;
@@ -13,8 +14,10 @@ pub mod dataset;
 mod encrypted;
 pub mod epochs;
 pub mod error;
+pub(crate) mod event;
 pub mod exchange;
 pub mod grid;
+pub mod interference;
 pub mod load;
 pub mod page;
 mod plot;

@@ -1,5 +1,7 @@
 //! A grid as one page of HTML that needs nothing else: plots as inline SVG, the numbers below each, the data as JSON inside.
 
+mod beside;
+
 use serde_json::Value;
 
 use super::grid::{Cell, Grid};
@@ -22,6 +24,7 @@ pub fn page(grid: &Grid) -> String {
     frontier(grid, &mut out);
     decoding(grid, &mut out);
     prefilling(grid, &mut out);
+    beside::beside(grid, &mut out);
     drafts(grid, &mut out);
     requests(grid, &mut out);
     method(grid, &mut out);

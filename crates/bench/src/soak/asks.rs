@@ -101,7 +101,8 @@ impl Material {
         match dice.below(100) {
             0..8 => self.bad(dice),
             8..17 => self.left(dice),
-            17..57 => self.text(dice),
+            17..49 => self.text(dice),
+            49..57 => self.long(dice),
             57..67 => self.tools(dice),
             67..75 => self.shaped(dice),
             75..84 => self.seen(dice),
@@ -137,6 +138,15 @@ impl Material {
             _ => {}
         }
         Ask::post("text", CHAT, &body)
+    }
+
+    /// Little to read and much to say: admitted where there is room for the prompt, it needs many pages later.
+    fn long(&self, dice: &mut Dice) -> Ask {
+        let question = format!("Count from {} on.", dice.below(1000));
+        let mut body = json!({"messages": [{"role": "user", "content": question}], "ignore_eos": true});
+        sampling(dice, &mut body, 1);
+        body["max_tokens"] = spread(dice, 300, 1200).into();
+        Ask::post("long", CHAT, &body)
     }
 
     fn tools(&self, dice: &mut Dice) -> Ask {
@@ -336,7 +346,7 @@ mod tests {
             });
             assert!(ask.body.len() <= MOST_BODY_BYTES || ask.conduct == Conduct::Wrong(413));
         }
-        let all = ["bad", "completions", "images", "left", "messages", "responses", "shape", "text", "tools"];
+        let all = ["bad", "completions", "images", "left", "long", "messages", "responses", "shape", "text", "tools"];
         assert!(kinds.iter().eq(all.iter()), "{kinds:?}");
         let all = ["400", "401", "404", "405", "413", "HalfABody", "Stay", "in a stream", "in a wait"];
         assert!(conducts.iter().eq(all.iter()), "{conducts:?}");

@@ -4,6 +4,7 @@
 //! wait or read, some ask what must be refused. It holds when
 //!
 //! * every answer came, and every refusal was the one asked for;
+//! * pages ran out and sequences gave way to others, where that was to be;
 //! * a random sample of the answers is equal to those of a fresh server without prefix cache and drafts that answers each
 //!   alone, sampled ones included;
 //! * nothing runs, waits or is held at the end, and every slot can be lent again at once;
@@ -49,6 +50,8 @@ pub struct SoakOptions {
     pub time: Duration,
     /// Requests after which it ends earlier.
     pub requests: Option<u64>,
+    /// Whether pages must have run out, so that sequences gave way to others.
+    pub preempting: bool,
     /// Answers to repeat alone.
     pub compare: usize,
     /// Seed of everything that clients do.
@@ -91,6 +94,9 @@ pub fn soak(options: &SoakOptions, progress: &mut dyn FnMut(&str)) -> Result<Soa
     progress("clients have ended; looking for what is left");
     let mut report = SoakReport::new(options, seconds, memory);
     report.settle(&server, options.sequences);
+    if options.preempting && report.preemptions == 0.0 {
+        report.problem("no sequence was preempted: pages never ran out, so the run says nothing of it".to_owned());
+    }
     if let Err(problem) = server.stop() {
         report.problem(problem);
     }

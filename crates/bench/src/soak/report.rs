@@ -11,6 +11,8 @@ use super::server::{Figures, KEY, Server};
 use super::{SETTLE, SoakOptions, excerpt};
 use crate::exactness::Dice;
 
+/// Tokens of an answer that holds a slot: two pages, so that the answers of all slots fit beside each other.
+const REFILL_TOKENS: u32 = 120;
 /// Problems told in full.
 const TOLD: usize = 20;
 
@@ -249,7 +251,8 @@ impl SoakReport {
 
 /// Fills every slot at the same time and empties them again.
 fn refill(server: &Server, sequences: usize) -> Result<(), String> {
-    let body = serde_json::json!({"prompt": "one", "max_tokens": 2000, "ignore_eos": true, "stream": true}).to_string();
+    let body = serde_json::json!({"prompt": "one", "max_tokens": REFILL_TOKENS, "ignore_eos": true, "stream": true})
+        .to_string();
     let body = body.as_bytes();
     let request = Request { method: "POST", path: "/v1/completions", kind: "application/json", key: KEY, body };
     let mut connections = Vec::with_capacity(sequences);

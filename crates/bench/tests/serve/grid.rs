@@ -7,6 +7,7 @@ use glimmer_bench::serve::arrival::Traffic;
 use glimmer_bench::serve::dataset::RandomShape;
 use glimmer_bench::serve::exchange::{Api, Outcome};
 use glimmer_bench::serve::grid::{Grid, GridPlan, GridProgress, run_grid};
+use glimmer_bench::serve::interference::interference;
 use glimmer_bench::serve::page::page;
 use glimmer_bench::serve::protocol::{Band, decode, prefill};
 use glimmer_bench::serve::report::Settings;
@@ -198,6 +199,32 @@ fn a_restart_between_passes_and_a_single_pass_are_cold() {
     let (port, _engine) = scripted(Options::default(), |_| Ok(script()));
     let single = run(self::grid(port, &plan(&[(1, 3)], 1), &mut |_| ())).unwrap();
     assert!(single.cells[0].cold && check_page(&single).contains("The figures are cold"));
+}
+
+#[test]
+fn two_replicas_are_measured_alone_and_side_by_side() {
+    let (port, first) = scripted(Options::default(), |_| Ok(script()));
+    let (other, second) = scripted(Options::default(), |_| Ok(script()));
+    let (a, b, format) = (target(port, Api::Completions), target(other, Api::Completions), format());
+    let mut told = Vec::new();
+    let mut progress = |concurrency: usize| told.push(concurrency);
+    let cells = [(1, 2), (2, 4)];
+    let found = run(interference(&cells, [&a, &b], &workload(), &format, 3, &mut progress, std::future::pending()));
+    let found = found.unwrap();
+    assert_eq!(told, [1, 2]);
+    for (row, (concurrency, requests)) in found.iter().zip(cells) {
+        assert_eq!((row.concurrency, row.requests, row.failed), (concurrency, requests, 0));
+        // Scripts take their time whatever stands beside them.
+        assert!(row.ratio.iter().chain([&row.total_ratio]).all(|ratio| ratio.unwrap() > 0.5), "{row:?}");
+    }
+    // Each replica saw each cell twice, and no prompt more than once.
+    let seen: Vec<_> = [&first, &second].into_iter().flat_map(|engine| engine.seen()).collect();
+    assert_eq!([first.seen().len(), second.seen().len()], [12, 12]);
+    let different: std::collections::BTreeSet<_> = seen.iter().map(|request| request.prompt.clone()).collect();
+    assert_eq!(different.len(), 24);
+    let mut grid = run(grid(port, &plan(&[(1, 3)], 1), &mut |_| ())).unwrap();
+    grid.interference = found;
+    assert!(check_page(&grid).contains("<h2>Two replicas side by side</h2>"));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 mod dataset;
+mod encrypted;
 mod faults;
 mod grid;
 mod numbers;

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::io::{Read as _, Write as _};
+use std::net::TcpListener;
 use std::path::Path;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -13,6 +14,7 @@ use glimmer_bench::serve::load::Target;
 use glimmer_engine::request::Request;
 use glimmer_server::app::{App, Options};
 use glimmer_server::engine::{Engine, GenerationDefaults, Model, Refusal};
+use glimmer_server::port::Port;
 use glimmer_server::scripted::{Script, Scripted};
 use glimmer_server::serve::{bind, serve};
 use glimmer_text::ChatFormat;
@@ -35,6 +37,32 @@ pub(crate) fn scripted(
     options: Options,
     choose: impl Fn(&Request) -> Result<Script, Refusal> + Send + Sync + 'static,
 ) -> (u16, Arc<Scripted>) {
+    start(options, choose, Port::from)
+}
+
+/// As [`scripted`], with a certificate for `localhost`.
+#[cfg(feature = "tls")]
+pub(crate) fn encrypted(
+    options: Options,
+    choose: impl Fn(&Request) -> Result<Script, Refusal> + Send + Sync + 'static,
+) -> (u16, Arc<Scripted>) {
+    use glimmer_server::tls::{Tls, TlsFiles};
+
+    let file = |name: &str| format!("{}/../server/tests/tls-files/{name}", env!("CARGO_MANIFEST_DIR"));
+    let files = TlsFiles {
+        certificates: file("certificate.pem"),
+        key: file("key.pem"),
+        client_authorities: None,
+        clients_must: false,
+    };
+    start(options, choose, |listener| Port::new(listener, Some(Tls::open(&files).unwrap())))
+}
+
+fn start(
+    options: Options,
+    choose: impl Fn(&Request) -> Result<Script, Refusal> + Send + Sync + 'static,
+    open: impl FnOnce(TcpListener) -> Port,
+) -> (u16, Arc<Scripted>) {
     let engine = Arc::new(Scripted::new(choose));
     let model = Model {
         format: format(),
@@ -50,6 +78,7 @@ pub(crate) fn scripted(
     let app = App::new(Arc::clone(&engine) as Arc<dyn Engine>, model, options);
     let listener = bind(Some("127.0.0.1"), 0).unwrap();
     let port = listener.local_addr().unwrap().port();
+    let listener = open(listener);
     std::thread::spawn(move || run(serve(app, listener, std::future::pending())));
     (port, engine)
 }
@@ -57,7 +86,7 @@ pub(crate) fn scripted(
 /// Answers every connection with these bytes, `size` at a time, and closes it.
 pub(crate) fn canned(answer: impl Into<Vec<u8>>, size: usize) -> u16 {
     let answer = answer.into();
-    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::spawn(move || {
         for stream in listener.incoming() {

@@ -7,6 +7,7 @@ use glimmer_bench::serve::{
     arrival::Traffic,
     client::Address,
     grid::{Cell, Grid, GridPlan, GridProgress, run_grid},
+    interference::{Interference, interference},
     page::page,
     report::Settings,
     summary::Metric,
@@ -26,6 +27,7 @@ pub(crate) fn run(args: &BenchGridArgs, threads: Option<u16>) -> anyhow::Result<
     let html = OutputFile::prepare(&args.html)?;
     let json = OutputFile::prepare_optional(args.json.as_deref())?;
     let workload = workload(&args.dataset, args.server.backend)?;
+    let second = args.beside.as_deref().map(|url| Address::parse("--beside", url)).transpose()?;
     let mut err = anstream::stderr();
     let mut local = None;
     let address = match &args.server.base_url {
@@ -73,7 +75,20 @@ pub(crate) fn run(args: &BenchGridArgs, threads: Option<u16>) -> anyhow::Result<
         };
         let title = args.title.clone().unwrap_or_else(|| format!("Serving {}", session.model_id));
         let format = &session.format;
-        let grid = run_grid(&plan, &target, &workload, format, &settings, &title, &mut report, interrupted()).await?;
+        let grid = run_grid(&plan, &target, &workload, format, &settings, &title, &mut report, interrupted()).await;
+        let mut grid = grid?;
+        if let Some(second) = second.filter(|_| !grid.stopped) {
+            let second = Session::open(&args.server, second).await?.target(&args.server, &args.request, &workload);
+            let mut report = |concurrency: usize| {
+                if let Some(bar) = &bar {
+                    bar.set_message(format!("side by side, concurrency {concurrency}"));
+                }
+            };
+            let replicas = [&target, &second];
+            let seed = args.dataset.seed.wrapping_add(1);
+            grid.interference =
+                interference(&plan.cells, replicas, &workload, format, seed, &mut report, interrupted()).await?;
+        }
         if let Some(bar) = &bar {
             bar.finish_and_clear();
         }
@@ -136,5 +151,21 @@ fn table(grid: &Grid) -> String {
     let rows: Vec<Vec<String>> = grid.quoted().map(row).collect();
     let heat = if grid.quoted().any(|cell| cell.cold) { "cold" } else { "warm" };
     let table = glimmer_bench::plain_table(&header.map(str::to_owned), &rows, 0);
-    format!("{heat} pass; times in ms; tok/s one: a stream's median behind its first token\n{table}\n")
+    let beside = if grid.interference.is_empty() { String::new() } else { beside(&grid.interference) };
+    format!("{heat} pass; times in ms; tok/s one: a stream's median behind its first token\n{table}\n{beside}")
+}
+
+/// Two replicas side by side as a table for the terminal.
+fn beside(all: &[Interference]) -> String {
+    let header = ["conc", "alone", "second", "together", "second", "ratio", "second", "of both", "failed"];
+    let ratio = |ratio: Option<f64>| ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"));
+    let row = |found: &Interference| {
+        let rates = found.alone.iter().chain(&found.together).map(|rate| format!("{rate:.1}"));
+        let ratios = found.ratio.into_iter().chain([found.total_ratio]).map(ratio);
+        let cells = std::iter::once(found.concurrency.to_string()).chain(rates).chain(ratios);
+        cells.chain([found.failed.to_string()]).collect()
+    };
+    let rows: Vec<Vec<String>> = all.iter().map(row).collect();
+    let table = glimmer_bench::plain_table(&header.map(str::to_owned), &rows, 0);
+    format!("two replicas side by side: output tokens a second, each alone and both at once\n{table}\n")
 }

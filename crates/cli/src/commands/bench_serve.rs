@@ -212,7 +212,7 @@ pub(crate) struct Session {
 
 impl Session {
     pub(crate) async fn open(args: &ServerArgs, address: Address) -> anyhow::Result<Self> {
-        let client = Arc::new(Client::new(address, headers(&args.header)?));
+        let client = client(address, &args.header, args.ca_file.as_deref())?;
         let (model, model_id) = match &args.model {
             Some(name) => (args.served_model_name.clone().unwrap_or_else(|| name.clone()), name.clone()),
             None => {
@@ -296,8 +296,21 @@ fn redacted(flags: &[String]) -> Vec<String> {
     flags.iter().map(&mut hide).collect()
 }
 
+/// A client that sends the key of the environment, if any, and the headers that were given, and trusts who it should.
+pub(crate) fn client(
+    address: Address,
+    given: &[(String, String)],
+    ca_file: Option<&Path>,
+) -> anyhow::Result<Arc<Client>> {
+    let client = Client::new(address, headers(given)?);
+    Ok(Arc::new(match ca_file {
+        Some(file) => client.trusting("--ca-file", file)?,
+        None => client,
+    }))
+}
+
 /// Headers of every request: the key of the environment, if any, and those that were given.
-pub(crate) fn headers(given: &[(String, String)]) -> anyhow::Result<HeaderMap> {
+fn headers(given: &[(String, String)]) -> anyhow::Result<HeaderMap> {
     let mut headers = HeaderMap::new();
     if let Ok(key) = std::env::var("OPENAI_API_KEY") {
         let value = HeaderValue::from_str(&format!("Bearer {key}"));

@@ -1,18 +1,18 @@
 //! `glimmer eval URL`: tasks and question sets against a server.
 
-use std::{io::Write as _, process::ExitCode, sync::Arc, time::Duration};
+use std::{io::Write as _, process::ExitCode, time::Duration};
 
 use anyhow::bail;
 use glimmer_bench::{
     EvalOptions, RemoteOptions, RemoteResult, Task, evaluate_remote, questions_digest, remote_table,
     serve::{
-        client::{Address, Client},
+        client::Address,
         server::{first_model, version},
     },
 };
 use serde_json::json;
 
-use super::bench_serve::{headers, interrupted, runtime};
+use super::bench_serve::{client, interrupted, runtime};
 use crate::{args::EvalArgs, output::OutputFile, progress};
 
 /// Asks everything and prints the scores. Exit code 1 when some requests failed or were not sent.
@@ -21,9 +21,8 @@ pub(crate) fn run(args: &EvalArgs, url: &str, tasks: &[Task], which: &EvalOption
     // Clients of OpenAI's API are given the address with the version of the API behind it.
     let base = url.trim_end_matches('/');
     let address = Address::parse("URL", base.strip_suffix("/v1").unwrap_or(base))?;
-    let headers = headers(&args.remote.header)?;
+    let client = client(address, &args.remote.header, args.remote.ca_file.as_deref())?;
     let (model, server, results) = runtime()?.block_on(async {
-        let client = Arc::new(Client::new(address, headers));
         let model = match &args.model {
             Some(name) => name.display().to_string(),
             None => first_model(&client).await?.id,

@@ -7,6 +7,10 @@ use glimmer_bench::soak::{SoakOptions, SoakReport, soak};
 
 use crate::{args::BenchSoakArgs, output::OutputFile};
 
+/// The default server: so few pages behind 64 slots that answers outgrow them, and prompts first, so that all slots are taken
+/// on a slow machine as well.
+const TIGHT: [&str; 8] =
+    ["--kv-cache-memory-bytes", "50M", "--state-checkpoints", "8", "--max-model-len", "4096", "--itl-target-ms", "0"];
 /// Longest run.
 const MOST_MINUTES: f64 = 1e5;
 
@@ -17,8 +21,9 @@ pub(crate) fn run(args: &BenchSoakArgs, threads: Option<u16>) -> anyhow::Result<
         bail!("--minutes {}: expected more than 0 and at most {MOST_MINUTES}", args.minutes);
     }
     let mut flags = args.flags.clone();
-    if flags.is_empty() {
-        flags.extend(["--kv-cache-memory-bytes", "62M", "--state-checkpoints", "16"].map(Into::into));
+    let own = flags.is_empty();
+    if own {
+        flags.extend(TIGHT.map(Into::into));
     }
     if let Some(threads) = threads {
         flags.extend(["--threads".into(), threads.to_string().into()]);
@@ -30,6 +35,7 @@ pub(crate) fn run(args: &BenchSoakArgs, threads: Option<u16>) -> anyhow::Result<
         sequences: args.sequences as usize,
         time: Duration::from_secs_f64(60.0 * args.minutes),
         requests: args.requests,
+        preempting: own && args.requests.is_none(),
         compare: args.compare,
         seed: args.seed,
     };
