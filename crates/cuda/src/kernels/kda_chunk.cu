@@ -18,14 +18,14 @@
 // f32, A's diagonal blocks tf32. Against the recurrence in f64: 4e-4 to 7e-4, 1.7e-3 with 64 equal keys and no decay; bound
 // 3e-3. v, q, k and what becomes of them must be below 65504.
 //
-// Limits: bytes (six f32 a channel and row) 355 us for 16384 rows and 32 heads; the chain 256 x 1.7 us. Teams are the bottleneck
-// (38K cycles a chunk, two teams a multiprocessor, more than half of it waiting for rows from memory in `convolve`).
+// Limits: bytes (six f32 a channel and row) 355 us for 16384 rows and 32 heads; the chain 256 x 1 us of products. Teams and
+// walkers are about even at 750 us, both by latency: rows from one place (742) or additions for exponentials (764) change little.
 //
 // Versions, 16384 rows, 32 heads, on one H200: two kernels in windows through memory, mma products, bf16 pairs 2423 us; halves, one
 // exponential a row, the inverse by blocks and the walk on warpgroup products with S transposed, two kernels 689 + 1191 (its
 // gate stored single numbers, which the compiler had made of 16 bytes); one launch 898; rows asked for four ahead, outputs in
-// 16 bytes 767. Bringing the next task's rows to the second-level cache a task ahead made it slower by a fifth to a third (they
-// push images out), more than eight places, too, and one operand of W and q (128 columns) has the compiler wait for each product.
+// 16 bytes 767. Slower: rows brought to the second-level cache first, a task ahead or just before (a third; images are pushed
+// out), more than eight places, one operand of W and q (128 columns: the compiler then waits for each product).
 //
 // DIM is 128 here; TAPS: taps of the convolution.
 #include "kda.cuh"
