@@ -204,7 +204,12 @@ fn check_files(index: &Index, candidates: &mut Vec<(String, Bytes)>, damages: &m
         if !candidates.iter().any(|(name, _)| name == file) {
             let count = index.weight_map.values().filter(|f| f == file).count();
             let expected = format!("the file, which the index names for {count} tensors");
-            damages.push(Damage::new(Fault::MissingShard, file, expected, "no such file"));
+            damages.push(Damage::new(
+                Fault::MissingShard,
+                file,
+                expected,
+                "no such file, or a link that leads nowhere",
+            ));
         }
     }
     candidates.retain(|(name, _)| {

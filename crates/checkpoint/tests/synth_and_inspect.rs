@@ -165,7 +165,9 @@ fn inspection_of_directories() {
     {
         assert!(text.contains(from), "{from}");
         fs::write(directory.path().join("config.json"), text.replace(from, to)).unwrap();
-        let problems = inspect(directory.path(), false).unwrap().problems;
+        let inspection = inspect(directory.path(), false).unwrap();
+        assert!(inspection.to_text().contains("\n1 problem:\n"), "{to}");
+        let problems = inspection.problems;
         assert!(matches!(&problems[..], [one] if one.contains("quantization_config")), "{to}: {problems:?}");
     }
     let plain = tempfile::tempdir().unwrap();

@@ -16,16 +16,22 @@ pub(crate) fn model(directory: Option<&Path>) -> anyhow::Result<Checkpoint> {
     match directory {
         Some(directory) => {
             let opened = Checkpoint::open(directory);
-            if opened.is_err() && is_unfinished(directory) {
-                let directory = directory.display();
-                bail!(
-                    "{directory}: its quantization was interrupted; repeat that command with --resume (--out {directory})"
-                );
-            }
-            opened.with_context(|| format!("cannot open the model in {}", directory.display()))
+            opened.or_else(|error| refuse(directory, error, "open the model in"))
         }
         None => embedded_model(),
     }
+}
+
+/// What is wrong with a directory that could not be opened: `error`, or that its quantization was interrupted.
+///
+/// # Errors
+/// Always.
+pub(crate) fn refuse<T>(directory: &Path, error: impl Into<anyhow::Error>, verb: &str) -> anyhow::Result<T> {
+    let name = directory.display();
+    if is_unfinished(directory) {
+        bail!("{name}: its quantization was interrupted; repeat that command with --resume (--out {name})");
+    }
+    Err(error.into().context(format!("cannot {verb} {name}")))
 }
 
 /// The embedded model.

@@ -53,6 +53,8 @@ fn ctrl_c_leaves_a_run_that_every_command_knows_how_to_finish() {
     refused(&quantize, &["holds an interrupted run", "--resume"]);
     refused(&["verify", out], &["not finished", "--resume"]);
     refused(&["generate", "-m", out, "hi"], &["interrupted", "--resume"]);
+    refused(&["inspect", out], &["interrupted", "--resume"]);
+    refused(&["plan", out], &["interrupted", "--resume"]);
     let other = [&quantize[..], &["--resume", "--damp", "0.02", "--scales", "mse"]].concat();
     let error = refused(&other, &["another recipe: scales was imse and is mse now, damp was 0.01 and is 0.02 now"]);
     assert!(!error.contains("shrink"), "only what differs: {error}");
@@ -74,4 +76,36 @@ fn a_budget_below_one_layer_is_raised_and_that_is_said() {
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{error}");
     assert!(error.contains("warning: a budget of 0.00 GiB is less than one layer of this model takes"), "{error}");
+}
+
+#[test]
+fn a_budget_beyond_every_machine_is_taken_as_no_limit() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let out = folder.path().join("q");
+    let output =
+        glimmer(&["quantize", "--method", "rtn", "--budget-gib", "1e300", "--out", out.to_str().expect("UTF-8")]);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+}
+
+#[test]
+fn a_run_that_fails_half_way_says_first_what_is_wrong() {
+    let folder = tempfile::tempdir().expect("a directory");
+    let source = folder.path().join("source");
+    fs::create_dir(&source).expect("a directory");
+    for entry in fs::read_dir(MICRO).expect("the model is there") {
+        let path = entry.expect("an entry").path();
+        fs::copy(&path, source.join(path.file_name().expect("a name"))).expect("copied");
+    }
+    let shard = source.join("model-00001-of-00003.safetensors");
+    let mut bytes = fs::read(&shard).expect("the shard is there");
+    let tensors = glimmer_checkpoint::header::Header::parse("shard", &bytes).expect("a header").tensors;
+    let name = "model.language_model.layers.1.mlp.experts.0.down_proj.weight";
+    let at = tensors.iter().find(|tensor| tensor.name == name).expect("the tensor").range.start;
+    bytes[at..at + 2].copy_from_slice(&[0xc0, 0x7f]);
+    fs::write(&shard, bytes).expect("written");
+    let (source, out) = (source.to_str().expect("UTF-8"), folder.path().join("q"));
+    let out = out.to_str().expect("UTF-8");
+    let error = refused(&["quantize", "--method", "rtn", "--source", source, "--out", out], &["NaN"]);
+    assert!(error.starts_with(&format!("error: `{name}`, row 0, column 0:")), "{error}");
+    assert!(error.trim_end().ends_with("what is finished is kept: repeat the command with --resume"), "{error}");
 }

@@ -121,6 +121,12 @@ impl Run {
         let found = list(directory)?;
         let fresh_start = unused(&found)?;
         if !fresh_start && !resume {
+            // Nobody can go on with a run that is still at work.
+            if is_unfinished(directory)
+                && let Err(busy @ Error::Busy { .. }) = lock(directory, &folder)
+            {
+                return Err(busy);
+            }
             return refuse(&found);
         }
         let lock = if fresh_start || folder.exists() { Some(lock(directory, &folder)?) } else { None };

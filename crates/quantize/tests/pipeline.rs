@@ -248,8 +248,10 @@ struct Intruder<'a> {
 
 impl Progress for Intruder<'_> {
     fn phase(&mut self, _text: &str) {
-        let intrusion = run(self.source, &Recipe::default(), &self.options);
-        assert!(matches!(&intrusion, Err(Error::Busy { path }) if *path == self.options.out), "{intrusion:?}");
+        for resume in [true, false] {
+            let intrusion = run(self.source, &Recipe::default(), &Options { resume, ..self.options.clone() });
+            assert!(matches!(&intrusion, Err(Error::Busy { path }) if *path == self.options.out), "{intrusion:?}");
+        }
         self.refused += 1;
     }
 }

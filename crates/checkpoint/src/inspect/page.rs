@@ -77,7 +77,8 @@ impl Inspection {
             [] if self.stored => writeln!(page, "\nno problems: every tensor is as config.json says"),
             [] => Ok(()),
             problems => {
-                writeln!(page, "\n{} problems:", problems.len())?;
+                let noun = if problems.len() == 1 { "problem" } else { "problems" };
+                writeln!(page, "\n{} {noun}:", problems.len())?;
                 problems.iter().take(SHOWN_PROBLEMS).try_for_each(|problem| writeln!(page, "  {problem}"))?;
                 match problems.len().saturating_sub(SHOWN_PROBLEMS) {
                     0 => Ok(()),

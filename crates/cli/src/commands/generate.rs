@@ -113,7 +113,8 @@ fn prompt_text(argument: &str) -> anyhow::Result<String> {
 }
 
 fn read_tools(path: &Path) -> anyhow::Result<Vec<Value>> {
-    let value: Value = serde_json::from_str(&open::text(path)?).with_context(|| path.display().to_string())?;
+    let value: Value = serde_json::from_str(&open::text(path)?)
+        .with_context(|| format!("{}: expected a JSON list of tools", path.display()))?;
     let Value::Array(tools) = value else { bail!("{}: expected a JSON list of tools", path.display()) };
     for (i, tool) in tools.iter().enumerate() {
         let name = tool["function"]["name"].as_str().or_else(|| tool["name"].as_str());

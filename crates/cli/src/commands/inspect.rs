@@ -2,7 +2,6 @@
 
 use std::{io::Write as _, process::ExitCode};
 
-use anyhow::Context as _;
 use glimmer_checkpoint::{inspect, inspect_open};
 
 use crate::{args::InspectArgs, open};
@@ -10,7 +9,7 @@ use crate::{args::InspectArgs, open};
 /// Prints what a directory, a configuration or the embedded model holds. Exit code 1 when something is wrong with it.
 pub(crate) fn run(args: &InspectArgs) -> anyhow::Result<ExitCode> {
     let inspection = match args.model.as_ref().or(args.named.as_ref()) {
-        Some(path) => inspect(path, args.as_w4a16).with_context(|| format!("cannot inspect {}", path.display()))?,
+        Some(path) => inspect(path, args.as_w4a16).or_else(|error| open::refuse(path, error, "inspect"))?,
         None => inspect_open("the embedded model", &open::embedded_model()?, args.as_w4a16)?,
     };
     let mut out = anstream::stdout().lock();

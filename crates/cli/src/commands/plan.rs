@@ -1,8 +1,7 @@
 //! `glimmer plan`.
 
-use std::{io::Write as _, process::ExitCode};
+use std::{io::Write as _, path::Path, process::ExitCode};
 
-use anyhow::Context as _;
 use glimmer_checkpoint::Config;
 use glimmer_server::{
     flags::{Settings, help},
@@ -24,9 +23,9 @@ pub(crate) fn run(args: &PlanArgs) -> anyhow::Result<ExitCode> {
     let settings = Settings::parse(&rest, &environment, &|path| std::fs::read_to_string(path))?;
     let config = match settings.value("model").as_str() {
         Some(model) => {
-            let path = std::path::Path::new(model);
+            let path = Path::new(model);
             let file = if path.is_dir() { path.join("config.json") } else { path.to_owned() };
-            Config::from_file(&file).with_context(|| format!("cannot read {}", file.display()))?
+            Config::from_file(&file).or_else(|error| open::refuse(path, error, "plan for"))?
         }
         None => open::embedded_model()?.config().clone(),
     };

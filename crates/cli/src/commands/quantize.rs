@@ -45,8 +45,8 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
                     _,
                 ) => error.into(),
                 _ if is_unfinished(&args.out) => {
-                    let kept = "what is finished is kept: mend what is wrong and repeat the command with --resume";
-                    anyhow::Error::from(error).context(kept)
+                    let told = failure::explain(&error.into());
+                    anyhow!("{told}; what is finished is kept: repeat the command with --resume")
                 }
                 _ => error.into(),
             }
@@ -87,10 +87,10 @@ fn budget(asked_gib: Option<f64>) -> anyhow::Result<Budget> {
         return Ok(Budget::Automatic { free_bytes: host_memory().map(|(_, free)| free) });
     };
     let bytes = gib * f64::from(1 << 30);
-    if !(bytes.is_finite() && bytes >= 1.0) {
+    if !(gib.is_finite() && bytes >= 1.0) {
         bail!("--budget-gib {gib}: expected a positive number of GiB");
     }
-    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive and finite; saturates")]
+    #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "positive; saturates")]
     Ok(Budget::Bytes(bytes as usize))
 }
 

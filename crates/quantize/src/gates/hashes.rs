@@ -56,7 +56,10 @@ pub(super) fn check(ledger: &mut Ledger, artifact: &Directory, source: Option<&S
     let manifest = match manifest {
         Ok(manifest) => manifest,
         Err(e) => {
-            ledger.file(G15, MANIFEST_FILE, e.to_string(), "copy it again");
+            // The ledger names the file.
+            let found = e.to_string();
+            let found = found.strip_prefix(MANIFEST_FILE).map_or(&*found, |rest| rest.trim_start_matches([':', ' ']));
+            ledger.file(G15, MANIFEST_FILE, found, "copy it again");
             return;
         }
     };

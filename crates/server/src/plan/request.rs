@@ -50,7 +50,8 @@ impl PlanRequest {
                 let number = text.as_ref().and_then(|text| text.parse::<f64>().ok());
                 let number = number.filter(|number| number.is_finite() && *number >= 0.0);
                 number.ok_or_else(|| {
-                    FlagError::Usage(format!("{name} takes a number, found {}", text.as_deref().unwrap_or("nothing")))
+                    let found = text.as_deref().unwrap_or("nothing");
+                    FlagError::Usage(format!("{name} takes a number from 0 up, found {found}"))
                 })
             };
             match name {

@@ -68,8 +68,9 @@ fn what_the_flags_ask_changes_the_plan() {
 #[test]
 fn wrong_arguments_are_named() {
     for (arguments, part) in [
-        ("--device-memory", "--device-memory takes a number, found nothing"),
-        ("--block-bytes x", "--block-bytes takes a number, found x"),
+        ("--device-memory", "--device-memory takes a number from 0 up, found nothing"),
+        ("--device-memory -3", "--device-memory takes a number from 0 up, found -3"),
+        ("--block-bytes x", "--block-bytes takes a number from 0 up, found x"),
         ("-tp 3", "must divide"),
         ("--no-such-flag", "no-such-flag"),
     ] {
