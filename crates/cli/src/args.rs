@@ -116,6 +116,20 @@ pub(crate) struct CudaArgs {
     /// Launch every kernel of a step by itself instead of repeating steps as graphs
     #[arg(long)]
     pub(crate) enforce_eager: bool,
+    /// Element type of latents and index keys (default: auto, which is 16 bits)
+    #[arg(long, value_enum, value_name = "TYPE")]
+    pub(crate) kv_cache_dtype: Option<CacheType>,
+}
+
+/// How a GPU keeps latents and index keys, by vLLM's names.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub(crate) enum CacheType {
+    /// IEEE halves where the model has the widths for them, which this model has
+    Auto,
+    /// The same: 16 bits
+    Bfloat16,
+    /// f32, as on the CPU
+    Float32,
 }
 
 #[derive(Debug, Args)]

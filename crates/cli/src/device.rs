@@ -24,7 +24,8 @@ impl Place {
         match args.device {
             DeviceName::Cpu if args.cuda != CudaArgs::default() => {
                 anyhow::bail!(
-                    "--nvrtc, --kernel-cache and --enforce-eager are for --device cuda; leave them out on the CPU"
+                    "--nvrtc, --kernel-cache, --enforce-eager and --kv-cache-dtype are for --device cuda; leave them out on the \
+                     CPU"
                 )
             }
             DeviceName::Cpu => Ok(Self::Cpu),
@@ -99,7 +100,7 @@ pub(crate) mod cuda {
     use glimmer_checkpoint::Config;
     use glimmer_cuda::{Cuda, Options, device::Device};
 
-    use crate::args::CudaArgs;
+    use crate::args::{CacheType, CudaArgs};
 
     /// A GPU that could be opened.
     #[derive(Debug)]
@@ -139,6 +140,11 @@ pub(crate) mod cuda {
             Ok((free as u64, total as u64))
         }
 
+        /// Whether its caches can be of halves.
+        pub(crate) fn halves(&self) -> bool {
+            self.options.half_cache && self.device.properties().capability.0 == 9
+        }
+
         /// A backend.
         ///
         /// # Errors
@@ -162,7 +168,7 @@ pub(crate) mod cuda {
             compiler: args.nvrtc.clone(),
             cache,
             eager: args.enforce_eager,
-            half_cache: true,
+            half_cache: args.kv_cache_dtype != Some(CacheType::Float32),
             ..Options::default()
         }
     }

@@ -3,7 +3,7 @@
 //! Layouts are those of the kernels: per KDA layer `state [slots, heads, dim, dim]`, `records [slots, heads, ring, 3, dim]`,
 //! `columns [slots, heads, ring, 3, dim]`; per DSA layer `latents [pages, PAGE_TOKENS, latent]`,
 //! `pool_keys [pages, PAGE_TOKENS / kpool, index_dim]`, `tails [slots, ring, 2, index_dim]`, all f32; latents and pool keys are
-//! halves where that is asked for and the shapes are those of its kernels, the keys of a page as `kernels/index.cu` wants them.
+//! halves unless f32 is asked for, where the shapes are those of the kernels for halves, the keys of a page as `kernels/index.cu` wants them.
 //! A ring's entry of position `p` is at `p % ring`. Nothing is cleared when a slot changes its owner: a sequence at position 0 reads nothing.
 
 use glimmer_tensor::{CacheShape, Error, PAGE_TOKENS, Result};
@@ -48,7 +48,7 @@ impl CudaCache {
         if shape.kda_layers > 0 && shape.conv_kernel == 0 {
             return Err(Error::Capacity { what: "taps of the convolution", needed: 1, available: 0 });
         }
-        let half = half && latent_kernels(shape);
+        let half = half && shape.half_pages();
         let sized = |what: &'static str, size: usize, factors: &[usize]| -> Result<Memory> {
             let bytes = factors.iter().try_fold(size, |n, &f| n.checked_mul(f));
             Ok(memory.zeroed(what, bytes.ok_or(Error::Memory { what, bytes: usize::MAX })?)?)
@@ -118,11 +118,12 @@ impl CudaCache {
     }
 }
 
-/// Whether the kernels for halves (`kernels/sparse.cu`, `kernels/index.cu`) take these shapes.
-fn latent_kernels(shape: &CacheShape) -> bool {
+// The widths that the kernels for halves (`kernels/sparse.cu`, `kernels/index.cu`) are written for.
+const _: () = {
     use crate::kernels::{index, sparse};
-    shape.dsa_layers > 0
-        && shape.latent == sparse::LATENT
-        && shape.index_dim == index::DIM
-        && PAGE_TOKENS / shape.kpool == index::POOLS
-}
+    assert!(
+        sparse::LATENT == CacheShape::HALF_LATENT
+            && index::DIM == CacheShape::HALF_INDEX
+            && index::POOLS == CacheShape::HALF_POOLS
+    );
+};

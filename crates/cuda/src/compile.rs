@@ -182,7 +182,7 @@ fn options(unit: &Unit, architecture: &str) -> Vec<String> {
 }
 
 /// Opens a library by its path so that it is found by name later, with the companion that lies beside it.
-fn preload(path: &Path) -> bool {
+pub(crate) fn preload(path: &Path) -> bool {
     use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
     /// Libraries stay open for the life of the process.
     static OPEN: Mutex<Vec<Library>> = Mutex::new(Vec::new());

@@ -74,9 +74,9 @@ pub struct Settings {
     pub state_checkpoints: usize,
     /// Bytes of features of images and clips that are kept for later requests.
     pub feature_bytes: usize,
-    /// Form of the delta rule for prompt rows.
+    /// Form of the delta rule for prompt rows; the backend's own choice where nothing is said.
     #[serde(skip)]
-    pub kda_form: KdaForm,
+    pub kda_form: Option<KdaForm>,
 }
 
 impl Default for Settings {
@@ -100,7 +100,7 @@ impl Default for Settings {
             prefix_caching: true,
             state_checkpoints: 64,
             feature_bytes: 256 << 20,
-            kda_form: KdaForm::Recurrent,
+            kda_form: None,
         }
     }
 }

@@ -40,8 +40,8 @@ impl Limits {
 /// Choices about the computation that are not sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Options {
-    /// Form of the delta rule.
-    pub kda_form: KdaForm,
+    /// Form of the delta rule; the backend's own choice where nothing is said.
+    pub kda_form: Option<KdaForm>,
     /// Whether the draft layer is loaded when the configuration has one.
     pub draft_layer: bool,
     /// Number of ids that the tokenizer knows. Logits of the padding rows beyond it read as minus infinity; `None` leaves
@@ -51,7 +51,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Self {
-        Self { kda_form: KdaForm::Recurrent, draft_layer: true, real_vocab: None }
+        Self { kda_form: None, draft_layer: true, real_vocab: None }
     }
 }
 

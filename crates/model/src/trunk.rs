@@ -131,7 +131,14 @@ impl<B: Backend> Model<B> {
 
     /// Form of the delta rule in later steps.
     pub fn set_kda_form(&mut self, form: KdaForm) {
-        self.options.kda_form = form;
+        self.options.kda_form = Some(form);
+    }
+
+    /// Form of the delta rule of a step: without a segment that can hold a chunk both are the same.
+    fn form(&self, step: &Step) -> KdaForm {
+        let chunks = step.segments.iter().any(|segment| segment.commit as usize >= PAGE_TOKENS);
+        let form = self.options.kda_form.unwrap_or_else(|| self.backend.prompt_form());
+        if chunks { form } else { KdaForm::Recurrent }
     }
 
     /// Number of ids that the tokenizer knows (see [`Options::real_vocab`]).
@@ -191,7 +198,8 @@ impl<B: Backend> Model<B> {
         }
         // The chunked form launches what positions ask for.
         let program = Program { stages: TRUNK, source: &[], shared: &[] };
-        let whole = !observer.looks() && self.options.kda_form == KdaForm::Recurrent;
+        let form = self.form(step);
+        let whole = !observer.looks() && form == KdaForm::Recurrent;
         if start(&mut self.backend, step, whole.then_some(program))? {
             (self.rows, self.wanted) = (rows, step.logits.len());
             return Ok(());
@@ -207,7 +215,7 @@ impl<B: Backend> Model<B> {
             hidden: self.config.hidden_size,
         };
         for layer in &self.layers {
-            layer.forward(&mut pass, self.options.kda_form, layer.index() > 0)?;
+            layer.forward(&mut pass, form, layer.index() > 0)?;
         }
         let work = &mut *pass.work;
         pass.backend.mhc_head(rows, &self.norm, &work.y, &mut work.streams, &mut self.hidden)?;

@@ -135,6 +135,8 @@ pub enum Memory {
         free: u64,
         /// All bytes.
         total: u64,
+        /// Whether its pages can be of halves.
+        halves: bool,
     },
 }
 
@@ -234,8 +236,10 @@ fn sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize, memory: Me
             let weights = stored_bytes(checkpoint);
             spend(cpu_budget(config.cache_bytes, config.memory_share_given, weights, host_memory())?, unit, &wish)?
         }
-        Memory::Device { free, total } => {
-            let (budget, unit) = crate::plan::device_budget(checkpoint.config(), config, depth, free, total)?;
+        Memory::Device { free, total, halves } => {
+            let elements = crate::plan::gpu_elements(text, halves && config.cache_dtype != "float32");
+            let (budget, unit) =
+                crate::plan::device_budget(checkpoint.config(), config, depth, (free, total), elements)?;
             let most = enough(unit, &wish);
             spend(if config.cache_bytes.is_some() { budget } else { budget.min(most) }, unit, &wish)?
         }

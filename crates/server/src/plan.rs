@@ -9,8 +9,11 @@ mod request;
 pub use report::{Fit, Report, VllmPool};
 pub use request::{HELP, PlanRequest};
 
-use glimmer_checkpoint::{Config, Inventory};
-use glimmer_model::plan::{Elements, Needs, Ranks, Wish, vllm};
+use glimmer_checkpoint::{Config, Inventory, TextConfig};
+use glimmer_model::{
+    Limits, cache_shape,
+    plan::{Elements, Needs, Ranks, Wish, vllm},
+};
 use glimmer_tensor::PAGE_TOKENS;
 
 use crate::flags::config::MaxModelLen;
@@ -71,7 +74,7 @@ pub fn plan(config: &Config, request: &PlanRequest, mut settings: Settings) -> R
         max_rows,
         max_logits: usize::try_from(sequences).unwrap_or(usize::MAX).saturating_mul(depth + 1).min(max_rows),
         max_draft: depth,
-        elements: elements(&serve, &settings),
+        elements: elements(text, gpu, &serve, &settings),
     };
     let needs = Needs::of(&wish);
     let reserve = if gpu { GPU_RESERVE_BYTES } else { 0 };
@@ -149,8 +152,8 @@ pub(crate) fn device_budget(
     config: &Config,
     serve: &ServeConfig,
     depth: usize,
-    free: u64,
-    total: u64,
+    (free, total): (u64, u64),
+    elements: Elements,
 ) -> Result<(u64, UnitBytes), SizeError> {
     let inventory = if is_w4a16(config) { Inventory::w4a16(config).ok() } else { None };
     let inventory = inventory.unwrap_or_else(|| Inventory::bf16(config));
@@ -165,7 +168,7 @@ pub(crate) fn device_budget(
         max_rows,
         max_logits: count(serve.max_num_seqs).saturating_mul(depth + 1).min(max_rows),
         max_draft: depth,
-        elements: Elements::F32,
+        elements,
     });
     let usable = ((total as f64 * serve.memory_share) as u64).min(free);
     let budget = gpu_budget(serve.cache_bytes, usable, needs.fixed() + GPU_RESERVE_BYTES).map_err(SizeError::Device)?;
@@ -225,13 +228,24 @@ fn is_w4a16(config: &Config) -> bool {
     config.quantization.as_ref().is_some_and(|block| block["quant_method"] == "compressed-tensors")
 }
 
-/// Both backends hold f32; smaller elements only where the flags say so.
-fn elements(serve: &ServeConfig, settings: &Settings) -> Elements {
+/// What a GPU holds: f32, and pages of halves where they are wanted and the model has the widths for them.
+pub(crate) fn gpu_elements(text: &TextConfig, halves: bool) -> Elements {
+    let limits = Limits { max_rows: 1, max_logits: 1, slots: 1, pages: 1, max_draft: 0, features: 0 };
+    let page = if halves && cache_shape(text, &limits).half_pages() { 2 } else { 4 };
+    Elements { page, ..Elements::F32 }
+}
+
+/// The CPU holds f32, a GPU what it holds by itself; other elements only where the flags say so.
+fn elements(text: &TextConfig, gpu: bool, serve: &ServeConfig, settings: &Settings) -> Elements {
     let asked = |name: &str| settings.is_given(name) && settings.value(name) != "auto";
-    let mut elements = Elements::F32;
+    let mut elements = if gpu { gpu_elements(text, true) } else { Elements::F32 };
     if asked("kv-cache-dtype") {
-        // `auto` after reading is bf16.
-        elements.page = if serve.cache_dtype == "auto" { 2 } else { 1 };
+        elements.page = match serve.cache_dtype.as_str() {
+            "float32" => 4,
+            // bf16, after reading.
+            "auto" => 2,
+            _ => 1,
+        };
     }
     if asked("mamba-ssm-cache-dtype") && serve.state_dtype == "bfloat16" {
         elements.state = 2;

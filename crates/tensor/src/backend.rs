@@ -286,6 +286,11 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     /// Caches of all layers.
     fn cache(&self, shape: &CacheShape) -> Result<Self::Cache>;
 
+    /// Form of the delta rule that prompts take where nobody says: the recurrent one, unless chunks are worth their rounding.
+    fn prompt_form(&self) -> KdaForm {
+        KdaForm::Recurrent
+    }
+
     /// Reserves scratch for steps of up to `rows` rows, inner widths up to `width` and contexts up to `tokens`.
     fn reserve(&mut self, rows: usize, width: usize, tokens: usize) -> Result<()>;
 

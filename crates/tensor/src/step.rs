@@ -88,6 +88,25 @@ pub struct CacheShape {
     pub max_draft: usize,
 }
 
+impl CacheShape {
+    /// Width of the latents of pages that can be of halves.
+    pub const HALF_LATENT: usize = 512;
+    /// Width of their index keys.
+    pub const HALF_INDEX: usize = 128;
+    /// Index keys of such a page.
+    pub const HALF_POOLS: usize = 16;
+
+    /// Whether latents and index keys have the widths for which a GPU has kernels that take them as halves. Sizing and
+    /// allocation both ask here.
+    pub fn half_pages(&self) -> bool {
+        self.dsa_layers > 0
+            && self.latent == Self::HALF_LATENT
+            && self.index_dim == Self::HALF_INDEX
+            && self.kpool > 0
+            && PAGE_TOKENS / self.kpool == Self::HALF_POOLS
+    }
+}
+
 /// A segment together with the index of its first row.
 #[derive(Debug, Clone, Copy)]
 pub struct Placed<'a> {

@@ -114,6 +114,12 @@ fn gpu(args: &DoctorArgs) -> Vec<Finding> {
             Finding::fine("compiler (NVRTC)", format!("{major}.{minor}, {place}"))
         }
     });
+    let place = "products of many rows (cuBLASLt)";
+    findings.push(if glimmer_cuda::library_found(options.compiler.as_deref()) {
+        Finding::fine(place, "found")
+    } else {
+        Finding::fine(place, "libcublasLt.so.13 was not found: prompts will take several times as long")
+    });
     findings.push(match &options.cache {
         Some(folder) => {
             let files = std::fs::read_dir(folder).map_or(0, |entries| entries.flatten().count());

@@ -17,7 +17,7 @@ use glimmer_server::{
 };
 
 use crate::{
-    args::CudaArgs,
+    args::{CacheType, CudaArgs},
     device::{Place, on_device},
     logging, open,
 };
@@ -97,6 +97,7 @@ fn place(config: &ServeConfig) -> anyhow::Result<Place> {
         nvrtc: path(&config.nvrtc),
         kernel_cache: path(&config.kernel_cache),
         enforce_eager: config.graph_mode == "NONE",
+        kv_cache_dtype: (config.cache_dtype == "float32").then_some(CacheType::Float32),
     };
     match config.device.as_str() {
         "cuda" => Place::gpu(&cuda),
@@ -113,7 +114,7 @@ fn device(place: &Place) -> anyhow::Result<(Device, Memory)> {
         Place::Cuda(gpu) => {
             let (free, total) = gpu.memory()?;
             let memory_gib = total as f64 / f64::from(1 << 30);
-            Ok((Device::Cuda { memory_gib, count: 1 }, Memory::Device { free, total }))
+            Ok((Device::Cuda { memory_gib, count: 1 }, Memory::Device { free, total, halves: gpu.halves() }))
         }
     }
 }

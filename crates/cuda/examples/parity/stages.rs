@@ -88,6 +88,38 @@ fn products<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
     }
 }
 
+/// Products of so many rows that a library takes them, on both sides of the number from which weights are halves.
+fn many_rows<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    for (case, (outs, columns, biased)) in
+        [(192, 512, false), (100, 1536, true), (64, 4096, false)].into_iter().enumerate()
+    {
+        for ([few, many], bound) in [([25, 300], PRODUCT), ([512, 900], HALVES)] {
+            let random = &mut Random(4000 + 10 * case as u64 + few as u64);
+            let weight = linear(b, random, Kind::Bf16, outs, columns, biased);
+            let x = random_buffer(b, random, many, columns);
+            let mut run = |rows: usize| {
+                let mut y = poison(b, rows, outs + 4);
+                b.linear(rows, Columns { buffer: &x, start: 0, width: columns }, &[&weight], &mut y, 4).unwrap();
+                read(b, &y, rows, outs + 4).chunks_exact(outs + 4).flat_map(|r| r[4..].to_vec()).collect::<Vec<f32>>()
+            };
+            let (alone, all) = (run(few), run(many));
+            let same = f32::from(u8::from(alone == all[..few * outs]));
+            out.push((format!("many rows [{outs}, {columns}] M {many}"), all, bound));
+            out.push((format!("many rows [{outs}, {columns}]: {few} among {many}"), vec![1.0, same], 0.0));
+        }
+    }
+    for rows in [100, 600] {
+        let random = &mut Random(4900 + rows as u64);
+        let weights = swiglu(b, random, Kind::Bf16, [512, 256, 128], false);
+        let x = random_buffer(b, random, rows, 512);
+        let (mut act, mut y) = (poison(b, rows, 256), poison(b, rows, 128));
+        b.swiglu(rows, &weights, 0.4, &x, &mut act, &mut y).unwrap();
+        let bound = if rows < 512 { 3.0 * PRODUCT } else { 2.0 * HALVES };
+        out.push((format!("many rows, swiglu act M {rows}"), read(b, &act, rows, 256), bound));
+        out.push((format!("many rows, swiglu M {rows}"), read(b, &y, rows, 128), bound));
+    }
+}
+
 fn rows_and_norms<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
     for (width, rows) in [(64, 3), (256, 9), (4096, 2)] {
         let random = &mut Random(width as u64);
@@ -606,6 +638,7 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     b.reserve(256, 8192, 4 * 32 * PAGE_TOKENS).unwrap();
     if which == Which::Dense {
         products(b, &mut out);
+        many_rows(b, &mut out);
         rows_and_norms(b, &mut out);
         return out;
     }

@@ -21,6 +21,7 @@ use crate::{
     device::Device,
     error,
     launch::Kernels,
+    library::Library,
     memory::{Allocator, Memory},
     plan::{Plan, Role},
     units::{needs_warpgroups, units},
@@ -67,6 +68,10 @@ pub struct Cuda {
     pub(crate) planes: usize,
     /// Caches are made of halves where there are kernels for them.
     pub(crate) half_cache: bool,
+    /// Products of many rows, where the library is there.
+    pub(crate) library: Option<Library>,
+    /// The matrix that scratch holds as halves: its id, and where.
+    pub(crate) halved: Option<(u64, u64)>,
     /// Tokens of the experts' work items other than their own choice (for measurements).
     pub(crate) tuning: Option<usize>,
     /// Clusters of products with few rows that the device holds at a time, by their blocks and whether two blocks share a
@@ -96,6 +101,8 @@ impl Cuda {
             planned: None,
             planes: if options.single_plane { 1 } else { 2 },
             half_cache: options.half_cache,
+            library: Library::load(options.compiler.as_deref()),
+            halved: None,
             tuning: None,
             few_groups: HashMap::new(),
             turns: None,
@@ -116,6 +123,11 @@ impl Cuda {
     /// The device.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// Whether products of many rows are cuBLASLt's; without it the crate's own kernels do them, at a fraction of the rate.
+    pub fn has_library(&self) -> bool {
+        self.library.is_some()
     }
 
     /// The kernels.

@@ -55,6 +55,10 @@ impl Backend for Cuda {
         CudaCache::new(&self.memory, shape, half)
     }
 
+    fn prompt_form(&self) -> KdaForm {
+        KdaForm::Chunked
+    }
+
     fn reserve(&mut self, rows: usize, _width: usize, tokens: usize) -> Result<()> {
         // The weights are loaded: what brought them is not needed any more.
         self.kernels.uploads.end()?;

@@ -29,7 +29,7 @@ pub(super) fn rows(cuda: &mut Cuda, each: &mut dyn FnMut(Row)) -> Result<()> {
         let sets = (0..(ROTATION / size + 2).min(24))
             .map(|_| Ok(Linear { weight: random_matrix(cuda, out, columns)?, bias: None }))
             .collect::<Result<Vec<_>>>()?;
-        for rows in [1, 3, 8, 24, 96, 256] {
+        for rows in [1, 3, 8, 24, 96, 256, 768, 2048, 8192] {
             let x = cuda.buffer(rows, columns)?;
             fill(cuda, &x.memory, Contents::Floats)?;
             let mut y = cuda.buffer(rows, out)?;

@@ -27,6 +27,66 @@ KERNEL split(const float *x, int stride, int start, int columns, int pitch, cons
     *(uint2 *)(to + plane) = low;
 }
 
+// Planes of silu(min(gate, limit)) * clamp(up) for sums [rows, width] each: halves, of which the high plane is enough, or bf16.
+// Four columns a thread.
+KERNEL activate(const float *gate, const float *up, int width, float limit, u16 *act, u64 plane, int half) {
+    const int row = blockIdx.y, column = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (column >= width) return;
+    const u64 at = (u64)row * width + column;
+    const float4 g = *(const float4 *)(gate + at), u = *(const float4 *)(up + at);
+    const float a = clamped_swiglu(g.x, u.x, limit), b = clamped_swiglu(g.y, u.y, limit);
+    const float c = clamped_swiglu(g.z, u.z, limit), d = clamped_swiglu(g.w, u.w, limit);
+    uint2 high, low;
+    if (half) {
+        high = make_uint2(narrow_half(a, b), narrow_half(c, d));
+        low.x = narrow_half(a - widen_half(high.x), b - widen_half(high.x >> 16));
+        low.y = narrow_half(c - widen_half(high.y), d - widen_half(high.y >> 16));
+    } else {
+        high = make_uint2(narrow(a, b), narrow(c, d));
+        low.x = narrow(a - widen_low(high.x), b - widen_high(high.x));
+        low.y = narrow(c - widen_low(high.y), d - widen_high(high.y));
+    }
+    *(uint2 *)(act + at) = high;
+    *(uint2 *)(act + at + plane) = low;
+}
+
+// y = a (+ b) (+ bias) of rows, four columns a thread.
+KERNEL add_rows(const float *a, const float *b, int pitch, const float *bias, int width, float *y, int y_pitch) {
+    const int row = blockIdx.y, column = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (column >= width) return;
+    const u64 at = (u64)row * pitch + column;
+    float4 v = *(const float4 *)(a + at);
+    if (b) {
+        const float4 w = *(const float4 *)(b + at);
+        v = make_float4(v.x + w.x, v.y + w.y, v.z + w.z, v.w + w.w);
+    }
+    if (bias) v = make_float4(v.x + bias[column], v.y + bias[column + 1], v.z + bias[column + 2], v.w + bias[column + 3]);
+    *(float4 *)(y + (u64)row * y_pitch + column) = v;
+}
+
+// bf16 times a power of two to halves, eight a thread; `count` is a multiple of eight.
+KERNEL turn_to_halves(const uint4 *from, u64 count, float scale, uint4 *to) {
+    const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (8 * at >= count) return;
+    const uint4 v = from[at];
+    auto turn = [&](u32 pair) { return narrow_half(scale * widen_low(pair), scale * widen_high(pair)); };
+    to[at] = make_uint4(turn(v.x), turn(v.y), turn(v.z), turn(v.w));
+}
+
+// Pairs of bf16 to f32.
+KERNEL turn_to_floats(const u32 *from, u64 count, float2 *to) {
+    const u64 at = (u64)blockIdx.x * blockDim.x + threadIdx.x;
+    if (2 * at < count) to[at] = make_float2(widen_low(from[at]), widen_high(from[at]));
+}
+
+// f32 to halves, four a thread.
+KERNEL to_halves(const float *from, u64 count, u16 *to) {
+    const u64 at = 4 * ((u64)blockIdx.x * blockDim.x + threadIdx.x);
+    if (at >= count) return;
+    const float4 v = *(const float4 *)(from + at);
+    *(uint2 *)(to + at) = make_uint2(narrow_half(v.x, v.y), narrow_half(v.z, v.w));
+}
+
 // One weight of a stored row.
 DEVICE float stored(const u8 *row, int bf16, int k) {
     return bf16 ? widen(((const u16 *)row)[k]) : ((const float *)row)[k];

@@ -5,6 +5,7 @@ use glimmer_tensor::{Columns, Linear, Norm, Result, Streams, Swiglu};
 use super::{
     few,
     gemm::{self, Input},
+    wide,
 };
 use crate::{
     backend::Cuda,
@@ -75,6 +76,9 @@ pub(crate) fn joint(
         width += linear.weight.out;
     }
     out.require("linear: the output", rows, start + width)?;
+    if wide::linear(cuda, rows, input, weights, out, start)? {
+        return Ok(());
+    }
     out.format = Format::Float;
     let mut planes: Option<(Kind, gemm::Planes)> = None;
     let mut column = start;
@@ -138,6 +142,9 @@ pub(crate) fn gated(
     let Swiglu { gate, up, down } = weights;
     if [gate, up].iter().all(|l| few::takes(cuda, rows, input, &l.weight)) {
         return few::gated(cuda, rows, input, gate, up, limit, act);
+    }
+    if wide::gated(cuda, rows, input, [gate, up], &down.weight, limit, act)? {
+        return Ok(());
     }
     let planes = gemm::planes(cuda, rows, input, gate.weight.kind)?;
     gemm::gated(cuda, rows, planes, gate, up, limit, down.weight.kind, act)
@@ -311,6 +318,9 @@ pub(crate) fn head(
     logits.format = Format::Float;
     if few::takes(cuda, rows.len(), input, matrix) {
         return few::product_of(cuda, rows.len(), input, matrix, logits);
+    }
+    if wide::head(cuda, rows.len(), input, matrix, logits)? {
+        return Ok(());
     }
     if matrix.multiplies() {
         let planes = gemm::planes(cuda, rows.len(), input, matrix.kind)?;

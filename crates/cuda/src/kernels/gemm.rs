@@ -154,13 +154,26 @@ pub(crate) fn planes(cuda: &mut Cuda, rows: usize, input: Input<'_>, kind: Kind)
         require("planes: columns", pitch, held_pitch)?;
         return Ok(Planes { address: input.buffer.memory.address(), plane: held * held_pitch, pitch: held_pitch });
     }
-    let plane = rows * pitch;
     let what = if half { "activations as planes of halves" } else { "activations as planes" };
+    split(cuda, what, rows, (input.buffer.at(0), input.buffer.width), input, half)
+}
+
+/// Rows of an address, so many elements apart, as planes in scratch; `input` says which columns and rows.
+pub(crate) fn split(
+    cuda: &mut Cuda,
+    what: &'static str,
+    rows: usize,
+    from: (u64, usize),
+    input: Input<'_>,
+    half: bool,
+) -> Result<Planes> {
+    let pitch = input.width.next_multiple_of(BLOCK);
+    let plane = rows * pitch;
     let address = cuda.scratch(what, 4 * plane)?;
     let kernel = cuda.kernels.get(&super::dense::FILE, &[], "split")?;
     let arguments = Arguments::new()
-        .with(input.buffer.at(0))
-        .int(input.buffer.width)
+        .with(from.0)
+        .int(from.1)
         .int(input.start)
         .int(input.width)
         .int(pitch)

@@ -2,12 +2,13 @@
 
 use glimmer_tensor::{Columns, DsaWeights, Error, PAGE_TOKENS, Result};
 
-use super::{dsa::check_pages, sparse};
+use super::{dsa::check_pages, gemm::Input, sparse, wide};
 use crate::{
     backend::Cuda,
-    cache::CudaCache,
+    cache::{CudaCache, DsaLayer},
     launch::{Arguments, File, Grid},
-    types::{CudaBuffer, CudaSelection, Format, require, require_equal},
+    library::{Operand, Product},
+    types::{CudaBuffer, CudaSelection, Format, Kind, require, require_equal},
 };
 
 pub(crate) static FILE: File = File { name: "mla.cu", text: include_str!("mla.cu"), constants: &["LATENT", "PAGE"] };
@@ -18,6 +19,8 @@ const ROWS: usize = 8;
 const HEADS: usize = 8;
 /// Tokens of a tile.
 const TILE: usize = 32;
+/// Rows at most whose absorbed queries and attended latents are held at a time where their products are the library's.
+const TURN: usize = 2048;
 
 /// [`glimmer_tensor::Backend::mla`].
 pub(crate) fn mla(
@@ -47,6 +50,9 @@ pub(crate) fn mla(
     }
     let plain = weights.kv_b.plain("mla: kv_b")?;
     let held = cache.dsa(layer)?;
+    if cache.half && many(cuda, weights, query, selection, held, out)? {
+        return Ok(());
+    }
     let constants = [latent as i64, PAGE_TOKENS as i64];
     let absorbed = cuda.scratch("absorbed queries", 4 * rows * heads * latent)?;
     let half = cache.half && latent == sparse::LATENT;
@@ -71,7 +77,7 @@ pub(crate) fn mla(
     let scale = 1.0 / (qk as f32).sqrt();
     let attended = if half {
         let out = cuda.scratch("attended latents", 4 * rows * heads * latent)?;
-        sparse::attend(cuda, selection, held.latents.address(), [absorbed, out], heads, scale)?;
+        sparse::attend(cuda, 0..rows, selection, held.latents.address(), [absorbed, out], heads, scale)?;
         out
     } else {
         let arguments = Arguments::new()
@@ -105,4 +111,65 @@ pub(crate) fn mla(
     out.format = Format::Float;
     let grid = Grid::new([v.div_ceil(8), heads, rows.div_ceil(ROWS)], 256);
     Ok(cuda.kernels.launch_early(cuda.kernels.get(&FILE, &constants, "values")?, grid, arguments)?)
+}
+
+/// Many rows over latents of halves, in turns: absorption and values are products of the library, a head each. Whether they were.
+fn many(
+    cuda: &mut Cuda,
+    weights: &DsaWeights<Cuda>,
+    query: Columns<'_, Cuda>,
+    selection: &CudaSelection,
+    held: &DsaLayer,
+    out: &mut CudaBuffer,
+) -> Result<bool> {
+    let (heads, qk, v, kv_b) = (weights.heads, weights.qk_dim, weights.v_dim, &weights.kv_b);
+    let (rows, latent, width) = (cuda.plan.rows(), kv_b.columns, heads * kv_b.columns);
+    if !wide::wide(cuda, rows) || kv_b.kind != Kind::Bf16 || latent != sparse::LATENT || !out.width.is_multiple_of(4) {
+        return Ok(false);
+    }
+    // Equal turns, so that none of them has few rows.
+    let turn = rows.div_ceil(rows.div_ceil(TURN));
+    let sums = cuda.scratch("absorbed queries in f32", 4 * turn * width)?;
+    let absorbed = cuda.scratch("absorbed queries", 2 * turn * width)?;
+    let attended = cuda.scratch("attended latents", 4 * turn * width)?;
+    let of_head = (qk + v) * kv_b.pitch;
+    let input = |width| Input { buffer: query.buffer, start: 0, width, list: 0 };
+    let to_halves = cuda.kernels.get(&super::dense::FILE, &[], "to_halves")?;
+    for first in (0..rows).step_by(turn) {
+        let count = turn.min(rows - first);
+        let from = (query.buffer.at(query.start) + (4 * first * query.buffer.width) as u64, query.buffer.width);
+        let x = wide::split(cuda, "activations as planes", count, from, input(query.width), kv_b)?;
+        let absorb = Product {
+            operand: Operand::Bf16,
+            outputs: latent,
+            columns: qk,
+            across: true,
+            pitches: [kv_b.pitch, x.pitch(), width],
+            batch: heads,
+            strides: [of_head, qk, latent],
+        };
+        if !wide::multiply(cuda, count, x, absorb, (kv_b, 0), 0, sums)? {
+            return Ok(false);
+        }
+        let arguments = Arguments::new().with(sums).with((count * width) as u64).with(absorbed);
+        cuda.kernels.launch(to_halves, Grid::new([(count * width).div_ceil(4 * 256), 1, 1], 256), arguments)?;
+        let (scale, latents) = (1.0 / (qk as f32).sqrt(), held.latents.address());
+        sparse::attend(cuda, first..first + count, selection, latents, [absorbed, attended], heads, scale)?;
+        let x = wide::split(cuda, "attended latents as planes", count, (attended, width), input(width), kv_b)?;
+        let values = Product {
+            operand: Operand::Bf16,
+            outputs: v,
+            columns: latent,
+            across: false,
+            pitches: [kv_b.pitch, x.pitch(), out.width],
+            batch: heads,
+            strides: [of_head, latent, v],
+        };
+        let y = out.at(0) + (4 * first * out.width) as u64;
+        if !wide::multiply(cuda, count, x, values, (kv_b, qk * kv_b.pitch), 0, y)? {
+            return Ok(false);
+        }
+    }
+    out.format = Format::Float;
+    Ok(true)
 }

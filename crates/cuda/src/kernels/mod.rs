@@ -14,3 +14,4 @@ pub(crate) mod moe;
 pub(crate) mod slots;
 pub(crate) mod sparse;
 pub(crate) mod vision;
+pub(crate) mod wide;

@@ -16,11 +16,15 @@ use super::{
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
+    library::{self, Operand, Product},
     types::{CudaBuffer, CudaMatrix, CudaRouting, CudaVector, Format, GROUP, Kind, require, require_equal},
 };
 
 pub(crate) static FILE: File =
     File { name: "moe.cu", text: include_str!("moe.cu"), constants: &["TOP", "EXPERTS", "GROUPS", "KEPT"] };
+
+/// Fewest rows whose router products are the library's.
+const LIBRARY_ROWS: usize = 512;
 
 /// What both products of a list have in common.
 fn slot_args(table: u64, list: List) -> experts::Args {
@@ -68,7 +72,9 @@ pub(crate) fn route(
     check_rule(rule, experts)?;
     let logits = cuda.scratch("router logits", 4 * rows * experts)?;
     let input = Input { buffer: x, start: 0, width: gate.columns, list: 0 };
-    dense::dot(cuda, rows, input, gate, 0, (logits, experts))?;
+    if !logits_by_library(cuda, rows, gate, x, logits)? {
+        dense::dot(cuda, rows, input, gate, 0, (logits, experts))?;
+    }
     let constants = [rule.top, experts, rule.groups, rule.top_groups].map(|c| c as i64);
     let arguments = Arguments::new()
         .with(logits)
@@ -81,6 +87,31 @@ pub(crate) fn route(
     cuda.planned = None;
     let kernel = cuda.kernels.get(&FILE, &constants, "choose")?;
     Ok(cuda.kernels.launch_early(kernel, Grid::new([rows.div_ceil(4), 1, 1], 128), arguments)?)
+}
+
+/// The router's products of many rows in f32 by the library: whether they were.
+fn logits_by_library(cuda: &mut Cuda, rows: usize, gate: &CudaMatrix, x: &CudaBuffer, logits: u64) -> Result<bool> {
+    if gate.kind == Kind::Int4 || rows < LIBRARY_ROWS || !cuda.has_library() {
+        return Ok(false);
+    }
+    let mut weights = gate.address();
+    if gate.kind == Kind::Bf16 {
+        let count = gate.out * gate.pitch;
+        weights = cuda.scratch("router in f32", 4 * count)?;
+        let arguments = Arguments::new().with(gate.address()).with(count as u64).with(weights);
+        let kernel = cuda.kernels.get(&dense::FILE, &[], "turn_to_floats")?;
+        cuda.kernels.launch(kernel, Grid::new([count.div_ceil(2 * 256), 1, 1], 256), arguments)?;
+    }
+    let product = Product {
+        operand: Operand::Float,
+        outputs: gate.out,
+        columns: gate.columns,
+        across: false,
+        pitches: [gate.pitch, x.width, gate.out],
+        batch: 1,
+        strides: [0; 3],
+    };
+    library::product(cuda, rows, product, [weights, x.at(0), logits], [1.0, 0.0])
 }
 
 fn check_rule(rule: RouterRule, experts: usize) -> Result<()> {

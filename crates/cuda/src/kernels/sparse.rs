@@ -1,5 +1,7 @@
 //! Latent attention over selected tokens with latents kept as halves.
 
+use std::ops::Range;
+
 use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::{PAGE_TOKENS, Result};
 
@@ -57,9 +59,11 @@ fn shared(heads: usize) -> usize {
     11 * TILE * 256 + heads * (1024 + 2 * 128 + 2 * 16 + 2 * 8) + 16 + 11 * 16
 }
 
-/// `out[row, head]` = attended latent in f32 for absorbed `queries` in halves, both `[rows, heads, LATENT]`.
+/// `out[row, head]` = attended latent in f32 for absorbed `queries` in halves, both `[rows, heads, LATENT]` and of a range of the
+/// step's rows.
 pub(crate) fn attend(
     cuda: &mut Cuda,
+    range: Range<usize>,
     selection: &CudaSelection,
     latents: u64,
     [queries, out]: [u64; 2],
@@ -72,16 +76,16 @@ pub(crate) fn attend(
     let parts = if rows <= PARTED_ROWS { PARTS } else { 1 };
     let pitch = selection.width.next_multiple_of(TILE);
     let piece = 4 * of_item * LATENT * groups * parts;
-    let turn = (PIECES / piece).clamp(1, rows.max(1));
+    let turn = (PIECES / piece).clamp(1, range.len().max(1));
     let places = cuda.scratch("places of selected tokens", 4 * turn * pitch)?;
     let pieces = cuda.scratch("attention of parts", turn * piece)?;
     let stats = cuda.scratch("softmax of parts", 8 * turn * groups * parts * of_item)?;
     let constants = [of_item as i64, PAGE_TOKENS as i64];
     let kernel = |entry| cuda.kernels.get(&FILE, &constants, entry);
     let (find_places, attend, merge) = (kernel("find_places")?, kernel("attend_selected")?, kernel("merge")?);
-    for first in (0..rows).step_by(turn) {
-        let count = turn.min(rows - first);
-        let (words, halves) = (4 * first as u64, (2 * first * heads * LATENT) as u64);
+    for first in range.clone().step_by(turn) {
+        let count = turn.min(range.end - first);
+        let (words, halves) = (4 * first as u64, (2 * (first - range.start) * heads * LATENT) as u64);
         let lens = selection.lens.address() + words;
         let arguments = Arguments::new()
             .with(cuda.plan.segments())

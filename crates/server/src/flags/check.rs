@@ -235,7 +235,7 @@ impl ServeConfig {
             if self.nodes > 1 {
                 notes.push(format!("--nnodes {}: on the CPU this host computes alone", self.nodes));
             }
-            if self.cache_dtype != "auto" || self.state_dtype != "auto" {
+            if !["auto", "float32"].contains(&self.cache_dtype.as_str()) || self.state_dtype != "auto" {
                 notes.push("--kv-cache-dtype, --mamba-ssm-cache-dtype: the CPU keeps its caches in float32".to_owned());
             }
             if let Some(Speculative { method, .. }) = self.speculative.as_ref().filter(|s| s.method != Method::Mtp) {

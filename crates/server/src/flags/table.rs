@@ -150,9 +150,9 @@ pub const FLAGS: &[Flag] = &[
     ),
     flag(
         "kv-cache-dtype",
-        Word(&["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"]),
+        Word(&["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla", "float32"]),
         "\"auto\"",
-        "element type of the cache",
+        "element type of latents and index keys: auto and bfloat16 are 16 bits on a GPU, float32 is exact",
     ),
     flag(
         "mamba-ssm-cache-dtype",

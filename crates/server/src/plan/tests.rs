@@ -49,8 +49,10 @@ fn what_the_flags_ask_changes_the_plan() {
     assert!(text_only.needs.weights_total() < base.needs.weights_total());
     let fewer_rows = made("--as-w4a16 -tp 4 --max-num-batched-tokens 1024").expect("a plan");
     assert!(fewer_rows.needs.activations < base.needs.activations / 4);
-    let narrow = made("--as-w4a16 -tp 4 --kv-cache-dtype bfloat16").expect("a plan");
-    assert_eq!(narrow.needs.page * 2, base.needs.page);
+    let wide = made("--as-w4a16 -tp 4 --kv-cache-dtype float32").expect("a plan");
+    assert_eq!(wide.needs.page, 2 * base.needs.page);
+    let halves = made("--as-w4a16 -tp 4 --kv-cache-dtype bfloat16").expect("a plan");
+    assert_eq!(halves.needs.page, base.needs.page);
     let no_prefixes = made("--as-w4a16 -tp 4 --no-enable-prefix-caching").expect("a plan");
     assert!(matches!(no_prefixes.fit, Fit::Fits { checkpoints: 0, .. }), "{}", no_prefixes.to_text());
     let small = made("--as-w4a16 -tp 4 --kv-cache-memory-bytes 2G --max-model-len auto").expect("a plan");
