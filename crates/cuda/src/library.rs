@@ -30,6 +30,9 @@ pub(crate) const OWN_ROWS: usize = 24;
 /// Row counts of the smallest and the largest class.
 const CLASSES: [usize; 2] = [64, 8192];
 
+/// Kernels that the library is asked for, of which the first that sums in one piece is taken.
+const CHOICES: usize = 8;
+
 /// Scratch of a product.
 const WORKSPACE: usize = 32 << 20;
 
@@ -118,7 +121,8 @@ pub fn library_found(compiler: Option<&Path>) -> bool {
 #[derive(Debug)]
 pub(crate) struct Library {
     handle: sys::cublasLtHandle_t,
-    plans: HashMap<(Product, usize), Plan>,
+    /// None where the library has no kernel that sums in one piece.
+    plans: HashMap<(Product, usize), Option<Plan>>,
 }
 
 // SAFETY: a handle may be used from any thread, one at a time, which `&mut self` ensures.
@@ -157,26 +161,26 @@ impl Library {
         .flatten()
     }
 
-    /// The plan of a product for the class of `rows`.
-    fn plan(&mut self, product: Product, rows: usize) -> Result<&Plan> {
+    /// The plan of a product for the class of `rows`, if there is one.
+    fn plan(&mut self, product: Product, rows: usize) -> Result<Option<&Plan>> {
         let key = (product, class(rows));
         if !self.plans.contains_key(&key) {
             let plan = self.choose(product, key.1)?;
             self.plans.insert(key, plan);
         }
-        self.plans.get(&key).ok_or_else(|| unfit("a plan that was just made"))
+        Ok(self.plans.get(&key).and_then(Option::as_ref))
     }
 
-    fn choose(&self, product: Product, rows: usize) -> Result<Plan> {
+    fn choose(&self, product: Product, rows: usize) -> Result<Option<Plan>> {
         let (description, weights) = (Description::new(!product.across)?, product.weights()?);
         let [x, y] = product.sides(rows)?;
         let preference = Preference::new()?;
         // SAFETY: plain numbers, for which no bits are invalid but the status, which is written before it is read.
-        let mut found: sys::cublasLtMatmulHeuristicResult_t = unsafe { std::mem::zeroed() };
+        let mut found: [sys::cublasLtMatmulHeuristicResult_t; CHOICES] = unsafe { std::mem::zeroed() };
         let mut count = 0;
-        // SAFETY: all descriptors are alive; one result is asked for and there is room for it.
-        unsafe {
-            let code = sys::cublasLtMatmulAlgoGetHeuristic(
+        // SAFETY: all descriptors are alive; there is room for as many results as are asked for.
+        let code = unsafe {
+            sys::cublasLtMatmulAlgoGetHeuristic(
                 self.handle,
                 description.0,
                 weights.0,
@@ -184,55 +188,61 @@ impl Library {
                 y.0,
                 y.0,
                 preference.0,
-                1,
-                &raw mut found,
+                CHOICES as i32,
+                found.as_mut_ptr(),
                 &raw mut count,
-            );
-            check("cublasLtMatmulAlgoGetHeuristic", code)?;
+            )
+        };
+        if code == sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED {
+            return Ok(None);
         }
-        if count == 0 {
-            return Err(unfit(&format!("cuBLASLt has no kernel for {product:?}")));
+        check("cublasLtMatmulAlgoGetHeuristic", code)?;
+        // The best first. Some exist only with their split.
+        for result in &mut found[..(count.max(0) as usize).min(CHOICES)] {
+            let mut algorithm = result.algo;
+            if !whole_columns(&mut algorithm) {
+                continue;
+            }
+            // SAFETY: as above; the result is written before anything is read from it.
+            let code = unsafe {
+                sys::cublasLtMatmulAlgoCheck(
+                    self.handle,
+                    description.0,
+                    weights.0,
+                    x.0,
+                    y.0,
+                    y.0,
+                    &raw const algorithm,
+                    &raw mut *result,
+                )
+            };
+            if code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS && result.workspaceSize <= WORKSPACE {
+                return Ok(Some(Plan { description, weights, algorithm }));
+            }
         }
-        let mut algorithm = found.algo;
-        whole_columns(&mut algorithm)?;
-        // SAFETY: as above; the result is written before anything is read from it.
-        unsafe {
-            let code = sys::cublasLtMatmulAlgoCheck(
-                self.handle,
-                description.0,
-                weights.0,
-                x.0,
-                y.0,
-                y.0,
-                &raw const algorithm,
-                &raw mut found,
-            );
-            check("cublasLtMatmulAlgoCheck", code)?;
-        }
-        Ok(Plan { description, weights, algorithm })
+        Ok(None)
     }
 }
 
-/// Takes a split of the columns out of a choice. Asking for choices without one finds kernels of older devices for some
-/// shapes, ten times slower.
-fn whole_columns(algorithm: &mut sys::cublasLtMatmulAlgo_t) -> Result<()> {
+/// Takes a split of the columns out of a choice; whether that is possible. Asking for choices without one finds kernels of
+/// older devices for some shapes, ten times slower.
+fn whole_columns(algorithm: &mut sys::cublasLtMatmulAlgo_t) -> bool {
     use sys::cublasLtMatmulAlgoConfigAttributes_t as What;
-    for (what, value) in
-        [(What::CUBLASLT_ALGO_CONFIG_SPLITK_NUM, 1i32), (What::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, 0)]
-    {
-        // SAFETY: the algorithm is one that the library gave; both attributes are 32 bits wide.
-        let code = unsafe {
-            let value = (&raw const value).cast();
-            sys::cublasLtMatmulAlgoConfigSetAttribute(&raw mut *algorithm, what, value, size_of::<i32>())
-        };
-        check("cublasLtMatmulAlgoConfigSetAttribute", code)?;
-    }
-    Ok(())
+    [(What::CUBLASLT_ALGO_CONFIG_SPLITK_NUM, 1i32), (What::CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, 0)].iter().all(
+        |(what, value)| {
+            // SAFETY: the algorithm is one that the library gave; both attributes are 32 bits wide.
+            let code = unsafe {
+                let value = (&raw const *value).cast();
+                sys::cublasLtMatmulAlgoConfigSetAttribute(&raw mut *algorithm, *what, value, size_of::<i32>())
+            };
+            code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS
+        },
+    )
 }
 
 /// Runs a product of `rows` rows behind everything that the stream has been given: `w`, `x` and `y` are addresses of weights,
-/// rows and sums, which are multiplied by `scale` and added to what `y` holds times `keep`. `false` when the library is not there or does not take
-/// the operands, and nothing was done.
+/// rows and sums, which are multiplied by `scale` and added to what `y` holds times `keep`. `false` when the library is not
+/// there or has no kernel for it, and nothing was done.
 ///
 /// # Errors
 /// What the library says.
@@ -251,7 +261,7 @@ pub(crate) fn product(
     let stream = cuda.device.stream();
     let Some(library) = &mut cuda.library else { return Ok(false) };
     let handle = library.handle;
-    let plan = library.plan(product, rows)?;
+    let Some(plan) = library.plan(product, rows)? else { return Ok(false) };
     let [x_layout, y_layout] = product.sides(rows)?;
     let pointer = |address: u64| address as *mut c_void;
     // SAFETY: descriptors are alive and describe memory that the launchers have checked; the workspace is as long as said.
@@ -277,10 +287,6 @@ pub(crate) fn product(
         check("cublasLtMatmul", code)?;
     }
     Ok(true)
-}
-
-fn unfit(what: &str) -> CudaError {
-    CudaError::Library { what: what.to_owned() }
 }
 
 fn check(call: &'static str, code: sys::cublasStatus_t) -> Result<()> {

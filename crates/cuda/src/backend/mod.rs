@@ -45,6 +45,9 @@ pub struct Options {
     pub half_cache: bool,
     /// Every kernel of every step is launched by itself; no graphs are kept.
     pub eager: bool,
+    /// Products of many rows are left to the crate's own kernels even where cuBLASLt is there. That is slower, but a row's bits
+    /// then do not depend on how many rows its step has, and f32 goldens hold for prompts of any length.
+    pub own_products: bool,
 }
 
 /// One CUDA device.
@@ -101,7 +104,7 @@ impl Cuda {
             planned: None,
             planes: if options.single_plane { 1 } else { 2 },
             half_cache: options.half_cache,
-            library: Library::load(options.compiler.as_deref()),
+            library: if options.own_products { None } else { Library::load(options.compiler.as_deref()) },
             halved: None,
             tuning: None,
             few_groups: HashMap::new(),
