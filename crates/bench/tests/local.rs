@@ -60,10 +60,10 @@ fn written(line: &Value, thinking: bool) -> String {
     let reference = &line["reference"];
     let mut text = String::new();
     if thinking {
-        text = format!("{}</think>", reference["reasoning"].as_str().unwrap());
+        text = format!("{}</think>", reference["reasoning"].as_str().unwrap_or("I know the answer."));
     }
     text.push_str(reference["content"].as_str().unwrap());
-    for call in reference["tool_calls"].as_array().unwrap() {
+    for call in reference["tool_calls"].as_array().into_iter().flatten() {
         text.push_str(&format!("<tool_call>{}", call["name"].as_str().unwrap()));
         for (key, value) in call["arguments"].as_object().unwrap() {
             let value = value.as_str().map_or_else(|| value.to_string(), str::to_owned);

@@ -69,10 +69,13 @@ fn golden_prompts_encode_to_their_ids() {
 fn documents_encode_to_their_ids() {
     let documents = lines("data/eval/documents.jsonl");
     assert_eq!(documents.len(), 200);
+    // The first ones come with their text; the others have to survive decoding and encoding.
+    assert_eq!(documents.iter().filter(|document| document["text"].is_string()).count(), 40);
     for document in documents {
-        let ids = tokenizer().encode(document["text"].as_str().unwrap()).unwrap();
-        assert_eq!(ids, ids_of(&document["input_ids"]), "{}", document["id"]);
-        assert_eq!(tokenizer().decode(&ids, false), document["text"].as_str().unwrap());
+        let ids = ids_of(&document["input_ids"]);
+        let decoded = tokenizer().decode(&ids, false);
+        assert_eq!(document["text"].as_str().unwrap_or(&decoded), decoded, "{}", document["id"]);
+        assert_eq!(tokenizer().encode(&decoded).unwrap(), ids, "{}", document["id"]);
     }
 }
 
