@@ -77,9 +77,9 @@ fn main() -> ExitCode {
         failures += halves::check(Cuda::open(&options).unwrap());
     }
     if wanted("micro") {
-        // Goldens in f32 and equal bits for any cut of a prompt: promises of the crate's own products.
+        // Equal bits for any cut of a prompt, and goldens in f32 for any length, are promises of the crate's own products.
         let options = Options { own_products: true, ..options.clone() };
-        failures += micro::run(&|| Cuda::open(&options).unwrap());
+        failures += micro::run(&open, &|| Cuda::open(&options).unwrap());
     }
     if wanted("graphs") {
         failures += graphs::check(&open);
