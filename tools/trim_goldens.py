@@ -2,7 +2,7 @@
 
 Tensors are copied bit for bit; only whole keys, or rows of a key, are left out, so that the repository stays small.
 Needs nothing but Python."""
-import json, os, re, struct, sys
+import json, os, re, struct, sys, zlib
 
 SRC, OUT = sys.argv[1], sys.argv[2]
 SIZE = {"F32": 4, "I32": 4, "BF16": 2, "U8": 1, "I8": 1, "I64": 8, "F64": 8}
@@ -27,6 +27,18 @@ def write(path, tensors):
         f.write(struct.pack("<Q", len(text)) + text)
         for _, _, data in tensors.values():
             f.write(data)
+    print(path, os.path.getsize(path))
+
+
+def png(path, width, height, pixels):
+    chunk = lambda kind, data: struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+    up = bytearray()
+    for y in range(height):
+        row, above = pixels[3 * width * y:][:3 * width], pixels[3 * width * (y - 1):][:3 * width] if y else bytes(3 * width)
+        up += b"\2" + bytes((a - b) % 256 for a, b in zip(row, above))
+    with open(path, "wb") as f:
+        f.write(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)))
+        f.write(chunk(b"IDAT", zlib.compress(bytes(up), 9)) + chunk(b"IEND", b""))
     print(path, os.path.getsize(path))
 
 
@@ -65,8 +77,8 @@ for k, t in read(f"{SRC}/goldens/tiny/golden_fp32.safetensors").items():
 write(f"{OUT}/goldens/tiny/golden.safetensors", kept)
 
 # Pre-processing: the pictures are formulas (red (7x+3y) mod 256, green (xy div 5 + 31) mod 256, blue (255-x+2y) mod 256), so
-# only their sizes are kept; the resized pixels as bytes [patches, 3, 14, 14] (the two frames are equal) and the first
-# four patches as the floats that the reference produced.
+# only their sizes are kept; the resized pixels as a PNG of all patches, one below the other (the two frames are equal), and the
+# first four patches as the floats that the reference produced.
 full, kept = read(f"{SRC}/goldens/tiny/golden_preproc.safetensors"), {}
 MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 for i in (0, 3, 4):
@@ -74,15 +86,13 @@ for i in (0, 3, 4):
     out = bytearray()
     for p in range(n):
         v = struct.unpack(f"<{width}f", data[p * width * 4:(p + 1) * width * 4])
-        for c in range(3):
-            one, two = v[c * 392:c * 392 + 196], v[c * 392 + 196:c * 392 + 392]
-            assert one == two
-            out += bytes(round((x * STD[c] + MEAN[c]) * 255) for x in one)
+        assert all(v[c * 392:c * 392 + 196] == v[c * 392 + 196:c * 392 + 392] for c in range(3))
+        out += bytes(round((v[c * 392 + x] * STD[c] + MEAN[c]) * 255) for x in range(196) for c in range(3))
     kept[f"img{i}.size"] = ("I32", [2], struct.pack("<2i", *full[f"img{i}.rgb_hwc"][1][:2]))
     kept[f"img{i}.max_image_tokens"] = full[f"img{i}.max_image_tokens"]
     kept[f"img{i}.grid_thw"] = full[f"img{i}.grid_thw"]
     kept[f"img{i}.pixel_values"] = rows((dtype, [n, width], data), first=4)
-    kept[f"img{i}.pixels"] = ("U8", [n, 3, 14, 14], bytes(out))
+    png(f"{OUT}/goldens/tiny/img{i}.png", 14, 14 * n, bytes(out))
 write(f"{OUT}/goldens/tiny/preproc.safetensors", kept)
 
 # GPTQ: the Hessian follows from the inputs, so it is left out; inputs that several cases share are kept once, and the
