@@ -250,15 +250,15 @@ impl Pinned {
         }
     }
 
-    /// Copies the first `bytes` bytes of `from` here, and waits for it.
-    pub(crate) fn fetch(&self, from: &Memory, bytes: usize) -> Result<()> {
+    /// Copies `bytes` bytes of `from` here, and waits for it.
+    pub(crate) fn fetch(&self, from: &Memory, offset: usize, bytes: usize) -> Result<()> {
         assert!(bytes <= self.bytes, "a transfer fits its pinned memory");
-        from.inside(0, bytes);
+        from.inside(offset, bytes);
         self.done.wait()?;
-        let stream = from.stream()?;
+        let (stream, address) = (from.stream()?, from.start + offset as u64);
         // SAFETY: the last copy from here is done; both ranges have `bytes` bytes.
         unsafe {
-            check("cuMemcpyDtoHAsync", sys::cuMemcpyDtoHAsync_v2(self.start.cast(), from.start, bytes, stream))?;
+            check("cuMemcpyDtoHAsync", sys::cuMemcpyDtoHAsync_v2(self.start.cast(), address, bytes, stream))?;
             check("cuStreamSynchronize", sys::cuStreamSynchronize(stream))
         }
     }

@@ -11,7 +11,7 @@ use crate::{
     kernels::{
         dense, dsa, experts, few,
         gemm::{self, Variant},
-        index, kda, kda_chunk, mhc, mla, moe, slots, sparse, vision,
+        index, kda, kda_chunk, mhc, mla, moe, sampler, slots, sparse, vision,
     },
     types::GROUP,
 };
@@ -25,6 +25,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     let mut units = vec![
         dense::FILE.unit(&[]),
         bench::FILE.unit(&[]),
+        sampler::FILE.unit(&[]),
         mhc::FILE.unit(&values(&[text.mhc.streams])),
         kda::FILE.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)),
         dsa::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool, indexer.head_dim, indexer.num_heads])),

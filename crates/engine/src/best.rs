@@ -6,6 +6,8 @@
 
 use std::cmp::Ordering;
 
+pub(crate) use glimmer_tensor::sample::largest;
+
 /// A logit and its token.
 pub(crate) type Entry = (f32, u32);
 
@@ -47,34 +49,6 @@ fn cut(kept: &mut Vec<Entry>, n: usize) -> f32 {
     kept[n - 1].0
 }
 
-/// Token and value of the largest logit, the first of equals.
-pub(crate) fn largest(logits: &[f32]) -> Result<(u32, f32), &'static str> {
-    const LANES: usize = 16;
-    // The maximum skips what is not a number, so that is looked for on its own; both loops are plain enough for vectors.
-    let mut lanes = [f32::NEG_INFINITY; LANES];
-    let mut sound = true;
-    let chunks = logits.chunks_exact(LANES);
-    let rest = chunks.remainder();
-    for chunk in chunks {
-        for (lane, &logit) in lanes.iter_mut().zip(chunk) {
-            *lane = if logit > *lane { logit } else { *lane };
-            sound &= !logit.is_nan();
-        }
-    }
-    let max = lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |max, &logit| if logit > max { logit } else { max });
-    if !sound || rest.iter().any(|logit| logit.is_nan()) {
-        return Err("a logit is not a number; the weights are damaged or the computation overflowed");
-    }
-    if max == f32::INFINITY {
-        return Err("a logit is infinite; the weights are damaged or the computation overflowed");
-    }
-    if max == f32::NEG_INFINITY {
-        return Err("every token is excluded");
-    }
-    let at = logits.iter().position(|&logit| logit >= max).unwrap_or(0);
-    Ok((at as u32, max))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,19 +77,5 @@ mod tests {
             sorted.sort_by(by_rank);
             prop_assert_eq!(largest(&row), Ok((sorted[0].1, sorted[0].0)));
         }
-    }
-
-    #[test]
-    fn damage_is_seen_anywhere() {
-        for at in [0, 15, 16, 31, 32, 36] {
-            let mut row = vec![1.0f32; 37];
-            row[at] = f32::NAN;
-            assert!(largest(&row).is_err(), "{at}");
-            row[at] = f32::INFINITY;
-            assert!(largest(&row).is_err(), "{at}");
-        }
-        assert!(largest(&[f32::NEG_INFINITY; 40]).is_err());
-        assert!(largest(&[]).is_err());
-        assert_eq!(largest(&[-0.0, 0.0]), Ok((0, -0.0)));
     }
 }

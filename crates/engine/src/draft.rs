@@ -8,11 +8,12 @@
 //! Drafts decide about speed alone, so a row that proposes nothing usable ends its chain and nothing else.
 
 use glimmer_model::{HiddenSource, Model, MtpStep};
-use glimmer_tensor::{Backend, Segment, Step};
+use glimmer_tensor::{Backend, SampleRow, Samples, Segment, Step};
 
 use crate::{
     EngineError,
     random::{Purpose, uniform},
+    rows::RowJudge,
     sampling::{Choice, History, Sampler},
     sequence::{Sequence, Trail},
     speculate::Draft,
@@ -27,16 +28,17 @@ pub(crate) struct Drafting {
     pub(crate) drawn: bool,
 }
 
-/// Runs the draft layer over `trails` (rows of the last trunk step) and leaves drafts in the sequences. `row` is scratch
-/// for logits.
+/// Runs the draft layer over `trails` (rows of the last trunk step) and leaves drafts in the sequences. Drafts that are largest
+/// logits are found where the logits are, as far as the backend can.
 pub(crate) fn propose<B: Backend>(
     model: &mut Model<B>,
     sequences: &mut [Sequence],
     trails: &[Trail],
     drafting: Drafting,
-    sampler: &mut Sampler,
-    row: &mut [f32],
+    judge: &mut RowJudge,
 ) -> Result<(), EngineError> {
+    let (sampler, row) = judge.scratch();
+    let (mut asked, mut tokens) = (Samples::default(), Vec::new());
     if trails.is_empty() {
         return Ok(());
     }
@@ -57,10 +59,23 @@ pub(crate) fn propose<B: Backend>(
     }
     let mut depth = 0;
     while !chains.is_empty() {
+        asked.clear();
         for (logits, chain) in chains.iter().enumerate() {
+            if !is_drawn(&sequences[chain.index], drafting) {
+                asked.rows.push(SampleRow { row: logits as u32, changes: 0..0, mask: None });
+            }
+        }
+        model.sample_drafts(&asked, &mut tokens)?;
+        let mut found = asked.rows.iter().zip(&tokens).peekable();
+        for (logits, chain) in chains.iter().enumerate() {
+            let sequence = &mut sequences[chain.index];
+            let given = found.next_if(|(row, _)| row.row as usize == logits).and_then(|(_, token)| *token);
+            if let Some(token) = given {
+                sequence.drafts.push(Draft { token, drawn_from: None });
+                continue;
+            }
             model.draft_logits(logits, row)?;
             // The draft is for the position after the newest token and the drafts so far.
-            let sequence = &mut sequences[chain.index];
             let position = sequence.tokens.len() + depth;
             match choose(sequence, drafting, sampler, row, position) {
                 Ok(draft) => sequence.drafts.push(draft),
@@ -109,6 +124,11 @@ struct Chain {
     selected: u32,
 }
 
+/// Whether drafts of a sequence are drawn instead of being the largest logits.
+fn is_drawn(sequence: &Sequence, drafting: Drafting) -> bool {
+    drafting.drawn && !sequence.request.sampling.is_greedy()
+}
+
 fn choose(
     sequence: &Sequence,
     drafting: Drafting,
@@ -117,7 +137,7 @@ fn choose(
     position: usize,
 ) -> Result<Draft, EngineError> {
     let (params, seed) = (&sequence.request.sampling, sequence.answer.seed());
-    if params.is_greedy() || !drafting.drawn {
+    if !is_drawn(sequence, drafting) {
         let (token, _) = crate::sampling::largest(row).map_err(|reason| EngineError::NoToken { position, reason })?;
         return Ok(Draft { token, drawn_from: None });
     }

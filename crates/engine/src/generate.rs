@@ -22,7 +22,7 @@ use glimmer_model::{
     Model,
     vision::{Patches, VisionTower},
 };
-use glimmer_tensor::{Backend, PAGE_TOKENS};
+use glimmer_tensor::{Backend, PAGE_TOKENS, Samples};
 use sha2::{Digest as _, Sha256};
 
 use crate::{
@@ -77,6 +77,9 @@ pub struct Generator<B: Backend> {
     drafting: Drafting,
     depth: DepthControl,
     pub(crate) judge: RowJudge,
+    /// Rows whose tokens the backend is asked for, and the tokens of the step's rows with logits as far as it gave them.
+    asked: Samples,
+    given: Vec<Option<u32>>,
     stats: Stats,
     /// Tokens since loading.
     generated: u64,
@@ -136,6 +139,8 @@ impl<B: Backend> Generator<B> {
             drafting: Drafting { share, drawn: settings.draft_sampling == DraftSampling::Probabilistic },
             depth: DepthControl::new(settings.depth_policy.clone(), settings.depth)?,
             judge,
+            asked: Samples::default(),
+            given: Vec::new(),
             stats: Stats::default(),
             generated: 0,
             counters: Counters::default(),

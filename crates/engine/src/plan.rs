@@ -32,6 +32,13 @@ pub struct Entry {
     pub scored: bool,
 }
 
+impl Entry {
+    /// Index of the newest known token's logits among those of the step; those of the drafts follow.
+    pub fn first(&self) -> usize {
+        self.logits + self.wanted - 1 - self.drafts
+    }
+}
+
 /// A step and what its rows are.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Plan {

@@ -6,12 +6,16 @@
 //!
 //! 1. [`Answer::prepare`] before the rows are computed: which drafts can still stand, and what each row may choose, as far
 //!    as that is known without logits. It leaves the answer as it was.
+//!
+//!    [`Answer::ask`] tells a backend what it needs to find the tokens of the rows without handing out their logits.
 //! 2. [`Answer::judge`] with the logits: drafts stand or fall in order, each row applies bias, bans, penalties and all else
 //!    for its own position, and the answer takes in every token that it emits.
 //!
 //! Invariant: drafts change nothing but the number of steps. For drafts that were not drawn, and for greedy requests, the
 //! tokens, their log-probabilities, the end and the state left behind are those of one row at a time; for drawn drafts the
 //! tokens have the same distribution.
+
+mod ask;
 
 use crate::{
     EngineError,
@@ -142,6 +146,8 @@ pub struct Answer {
     /// Tokens to choose from, where the request names them.
     allowed: Option<TokenMask>,
     logprobs: Option<u32>,
+    /// A token has two biases.
+    repeated_bias: bool,
     vocabulary: usize,
     history: History,
     thinking: Thinking,
@@ -194,6 +200,11 @@ impl Answer {
             ending,
             allowed,
             logprobs: request.logprobs,
+            repeated_bias: {
+                let mut tokens: Vec<u32> = sampling.logit_bias.iter().map(|bias| bias.0).collect();
+                tokens.sort_unstable();
+                tokens.windows(2).any(|pair| pair[0] == pair[1])
+            },
             vocabulary: rules.vocabulary,
             history: History::new(sampling, &request.prompt),
             shape: constraint.map(|mut constraint| {
@@ -287,6 +298,25 @@ impl Answer {
         row: &mut dyn FnMut(usize, &mut [f32]) -> Result<(), E>,
         out: &mut Vec<Token>,
     ) -> Result<Judged, E> {
+        self.judge_given(judge, known, drafts, &[], row, out)
+    }
+
+    /// As [`Answer::judge`] where the tokens of some rows are known already: `given[i]` is what [`Samples::token`] finds for
+    /// row `i` as [`Answer::ask`] put it. No logits are asked for such a row.
+    ///
+    /// # Errors
+    /// Those of `row`.
+    ///
+    /// [`Samples::token`]: glimmer_tensor::Samples::token
+    pub fn judge_given<E>(
+        &mut self,
+        judge: &mut RowJudge,
+        known: &[u32],
+        drafts: &[Draft],
+        given: &[Option<u32>],
+        row: &mut dyn FnMut(usize, &mut [f32]) -> Result<(), E>,
+        out: &mut Vec<Token>,
+    ) -> Result<Judged, E> {
         let mut result = Judged { accepted: 0, judged: drafts.len(), finish: None };
         let prepared = self.rows > 0 && self.prepared.iter().eq(drafts.iter().map(|draft| &draft.token));
         if !prepared && let Err(error) = self.prepare(drafts) {
@@ -294,14 +324,15 @@ impl Answer {
             result.finish = Some(FinishReason::Error(error));
             return Ok(result);
         }
-        let first = out.len();
         for i in 0..self.rows {
-            if self.logprobs.is_some() || !matches!(self.masks[i], RowMask::Forced(_)) {
+            let given = given.get(i).copied().flatten().filter(|_| self.logprobs.is_none());
+            if given.is_none() && (self.logprobs.is_some() || !matches!(self.masks[i], RowMask::Forced(_))) {
                 row(i, &mut judge.row)?;
             }
-            let output = Output { known: &known[self.prompt.min(known.len())..], new: &out[first..] };
+            // All drafts before this row stand.
+            let output = Output { known: &known[self.prompt.min(known.len())..], new: &self.prepared[..i] };
             let position = known.len() + i;
-            let emitted = self.row(judge, i, position, output, drafts.get(i)).and_then(|(token, stands)| {
+            let emitted = self.row(judge, i, position, output, (drafts.get(i), given)).and_then(|(token, stands)| {
                 self.take_in(token.id)?;
                 Ok((token, stands))
             });
@@ -327,14 +358,15 @@ impl Answer {
         Ok(result)
     }
 
-    /// The token of row `i`, with its log-probabilities, and whether it is the draft.
+    /// The token of row `i`, with its log-probabilities, and whether it is the draft. A draft may stand before the row, and a
+    /// token that is known to come out of it.
     fn row(
         &self,
         judge: &mut RowJudge,
         i: usize,
         position: usize,
         output: Output<'_>,
-        draft: Option<&Draft>,
+        (draft, given): (Option<&Draft>, Option<u32>),
     ) -> Result<(Token, bool), RequestError> {
         if self.logprobs.is_some() {
             judge.raw.clone_from(&judge.row);
@@ -342,7 +374,10 @@ impl Answer {
         let (id, stands) = match &self.masks[i] {
             RowMask::Fault(reason) => return Err(RequestError::Internal(reason.clone())),
             RowMask::Forced(forced) => (*forced, draft.is_some_and(|draft| draft.token == *forced)),
-            mask => self.choose(judge, mask, i, position, output, draft)?,
+            mask => match given {
+                Some(token) => self.compare(judge, mask, i, position, (draft, token)),
+                None => self.choose(judge, mask, i, position, output, draft)?,
+            },
         };
         let logprobs = match self.logprobs {
             Some(best) => {
@@ -352,6 +387,25 @@ impl Answer {
             None => None,
         };
         Ok((Token { id, logprobs }, stands))
+    }
+
+    /// A greedy row's token, which is known, and whether the draft stands.
+    fn compare(
+        &self,
+        judge: &RowJudge,
+        mask: &RowMask,
+        i: usize,
+        position: usize,
+        (draft, token): (Option<&Draft>, u32),
+    ) -> (u32, bool) {
+        match (draft, &judge.synthetic) {
+            (Some(draft), Some(synthetic)) => {
+                let stands = mask.allows(draft.token) && synthetic.stands(self.seed, position, i);
+                (if stands { draft.token } else { token }, stands)
+            }
+            (Some(draft), None) => (token, draft.token == token),
+            (None, _) => (token, false),
+        }
     }
 
     fn choose(
@@ -473,7 +527,7 @@ impl Answer {
 #[derive(Debug, Clone, Copy)]
 struct Output<'a> {
     known: &'a [u32],
-    new: &'a [Token],
+    new: &'a [u32],
 }
 
 impl Output<'_> {
@@ -482,8 +536,8 @@ impl Output<'_> {
     }
 
     fn ends_with(&self, tokens: &[u32]) -> bool {
-        let back = self.new.iter().rev().map(|token| token.id).chain(self.known.iter().rev().copied());
-        tokens.len() <= self.len() && tokens.iter().rev().zip(back).all(|(a, b)| *a == b)
+        let back = self.new.iter().rev().chain(self.known.iter().rev());
+        tokens.len() <= self.len() && tokens.iter().rev().zip(back).all(|(a, b)| a == b)
     }
 }
 

@@ -112,10 +112,28 @@ impl History {
             let Some(logit) = logits.get_mut(token as usize) else { continue };
             let repeated = params.repetition_penalty;
             *logit = if *logit > 0.0 { *logit / repeated } else { *logit * repeated };
-            if seen.output > 0 {
-                *logit -= params.frequency_penalty * seen.output as f32 + params.presence_penalty;
-            }
+            *logit -= Self::minus(params, seen.output);
         }
+    }
+
+    /// What is taken from the logit of a token that has come so often in the output.
+    pub(crate) fn minus(params: &Sampling, output: u32) -> f32 {
+        if output == 0 { 0.0 } else { params.frequency_penalty * output as f32 + params.presence_penalty }
+    }
+
+    /// Whether the parameters have penalties.
+    pub(crate) fn is_active(&self) -> bool {
+        self.active
+    }
+
+    /// Tokens seen, ascending.
+    pub(crate) fn tokens(&self) -> impl Iterator<Item = u32> + '_ {
+        self.counts.keys().copied()
+    }
+
+    /// How often a token has come in the output, if it has been seen at all.
+    pub(crate) fn output(&self, token: u32) -> Option<u32> {
+        self.counts.get(&token).map(|seen| seen.output)
     }
 }
 

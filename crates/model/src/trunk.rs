@@ -7,7 +7,7 @@
 //! [`Model::forward`] the results of its rows can be read until the next call. Nothing is allocated in a step.
 
 use glimmer_checkpoint::TextConfig;
-use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, PAGE_TOKENS, Program, Step};
+use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, PAGE_TOKENS, Program, Samples, Step};
 
 use crate::{
     Error, Limits, MtpStep, Options, Result,
@@ -290,6 +290,32 @@ impl<B: Backend> Model<B> {
         self.read_logits(&work.logits, index, values)
     }
 
+    /// Tokens of rows wanted by the last step, one for each row of `asked`; `None` where [`Model::logits`] have to be read.
+    ///
+    /// # Errors
+    /// [`Error::Limit`] when the step wanted fewer rows; what the backend says.
+    pub fn sample(&mut self, asked: &Samples, tokens: &mut Vec<Option<u32>>) -> Result<()> {
+        check_rows(asked, "logit rows of the last step", self.wanted)?;
+        let vocabulary = self.vocabulary();
+        Ok(self.backend.sample(&self.logits, vocabulary, asked, tokens)?)
+    }
+
+    /// Tokens of rows wanted by the last draft step, as [`Model::sample`].
+    ///
+    /// # Errors
+    /// As [`Model::sample`].
+    pub fn sample_drafts(&mut self, asked: &Samples, tokens: &mut Vec<Option<u32>>) -> Result<()> {
+        check_rows(asked, "logit rows of the last draft step", self.drafted.1)?;
+        let vocabulary = self.vocabulary();
+        let Some((_, work)) = &self.mtp else { return Err(Error::NoDraftLayer) };
+        Ok(self.backend.sample(&work.logits, vocabulary, asked, tokens)?)
+    }
+
+    /// Columns of logits that are tokens.
+    fn vocabulary(&self) -> usize {
+        self.options.real_vocab.map_or(self.config.vocab_size, |real| real.min(self.config.vocab_size))
+    }
+
     /// Hidden state of a row of the last step after the final norm, `[hidden]`.
     ///
     /// # Errors
@@ -390,6 +416,13 @@ impl MtpStep {
 
 fn limit(what: &'static str, needed: usize, available: usize, limit: &'static str) -> Error {
     Error::Limit { what, needed, available, limit }
+}
+
+fn check_rows(asked: &Samples, what: &'static str, wanted: usize) -> Result<()> {
+    match asked.rows.iter().map(|row| row.row as usize + 1).max() {
+        Some(needed) if needed > wanted => Err(limit(what, needed, wanted, "Step::logits")),
+        _ => Ok(()),
+    }
 }
 
 fn expect_length(what: &'static str, expected: usize, found: usize) -> Result<()> {

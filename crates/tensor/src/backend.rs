@@ -14,7 +14,7 @@
 
 use glimmer_checkpoint::TensorData;
 
-use crate::{CacheShape, Error, Step};
+use crate::{CacheShape, Error, Samples, Step};
 
 /// Result of a stage.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -516,6 +516,24 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         hidden: &Self::Buffer,
         logits: &mut Self::Buffer,
     ) -> Result<()>;
+
+    /// Tokens of rows of logits, of which the first `vocabulary` columns exist: one for each row of `asked`. `None` leaves a
+    /// row to the caller, who reads its logits: always without a sampler, else where a logit is not a number, the largest is
+    /// infinite or nothing may come.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for rows, changes or masks that do not exist.
+    fn sample(
+        &mut self,
+        _logits: &Self::Buffer,
+        _vocabulary: usize,
+        asked: &Samples,
+        tokens: &mut Vec<Option<u32>>,
+    ) -> Result<()> {
+        tokens.clear();
+        tokens.resize(asked.rows.len(), None);
+        Ok(())
+    }
 
     // ---- vision stages ----
 

@@ -4,6 +4,7 @@ pub mod backend;
 pub mod cpu;
 mod error;
 pub mod gemm;
+pub mod sample;
 pub mod step;
 
 pub use backend::{
@@ -12,4 +13,5 @@ pub use backend::{
 };
 pub use cpu::Cpu;
 pub use error::Error;
+pub use sample::{LogitChange, SampleRow, Samples};
 pub use step::{CacheShape, FeatureRow, PAGE_TOKENS, Placed, Segment, Step};

@@ -20,6 +20,7 @@ use crate::{
     compile::Compiler,
     device::Device,
     error,
+    kernels::sampler::Sampling,
     launch::Kernels,
     library::Library,
     memory::{Allocator, Memory},
@@ -63,6 +64,8 @@ pub struct Cuda {
     steps: Steps,
     /// Logits on their way to the host.
     fetched: Mutex<Fetched>,
+    /// Rules and tokens of sampled rows.
+    pub(crate) sampling: Sampling,
     /// Addresses of the experts' matrices, by the digest of their ids.
     pub(crate) tables: HashMap<u64, Memory>,
     /// Routing, rows and tiles of the work list in scratch.
@@ -100,6 +103,7 @@ impl Cuda {
             scratch: HashMap::new(),
             steps: Steps::new(options.eager),
             fetched: Mutex::new(Fetched::default()),
+            sampling: Sampling::default(),
             tables: HashMap::new(),
             planned: None,
             planes: if options.single_plane { 1 } else { 2 },
@@ -141,6 +145,16 @@ impl Cuda {
     /// Address of scratch for `what`, at least `bytes` long, with any content.
     pub(crate) fn scratch(&mut self, what: &'static str, bytes: usize) -> Result<u64> {
         Ok(self.scratch_memory(what, bytes)?.address())
+    }
+
+    /// As [`Self::scratch`] for words that kernels leave at zero, which they are at first.
+    pub(crate) fn zeroed_scratch(&mut self, what: &'static str, bytes: usize) -> Result<u64> {
+        let held = self.scratch.get(what).map(Memory::address);
+        let memory = self.scratch_memory(what, bytes)?;
+        if held != Some(memory.address()) {
+            memory.fill(0)?;
+        }
+        Ok(memory.address())
     }
 
     pub(crate) fn scratch_memory(&mut self, what: &'static str, bytes: usize) -> Result<Memory> {

@@ -3,13 +3,13 @@
 use glimmer_checkpoint::TensorData;
 use glimmer_tensor::{
     Backend, CacheShape, Columns, DsaColumns, DsaWeights, Error, Experts, IndexerWeights, KdaForm, KdaWeights, Linear,
-    MatrixSource, MhcWeights, Norm, PatchGrid, Program, Result, RouterRule, Step, Streams, Swiglu,
+    MatrixSource, MhcWeights, Norm, PatchGrid, Program, Result, RouterRule, SampleRow, Samples, Step, Streams, Swiglu,
 };
 
 use super::{Cuda, transfer::Rows};
 use crate::{
     cache::CudaCache,
-    kernels::{dense, dsa, kda, mhc, mla, moe, vision},
+    kernels::{dense, dsa, kda, mhc, mla, moe, sampler, vision},
     types::{CudaBuffer, CudaMatrix, CudaRouting, CudaSelection, CudaVector, Format, unique},
 };
 
@@ -278,6 +278,19 @@ impl Backend for Cuda {
     fn head(&mut self, matrix: &CudaMatrix, rows: &[u32], hidden: &CudaBuffer, logits: &mut CudaBuffer) -> Result<()> {
         dense::head(self, matrix, rows, hidden, logits)?;
         self.expect(Some(Rows { address: logits.at(0), rows: rows.len() }));
+        Ok(())
+    }
+
+    fn sample(
+        &mut self,
+        logits: &CudaBuffer,
+        vocabulary: usize,
+        asked: &Samples,
+        tokens: &mut Vec<Option<u32>>,
+    ) -> Result<()> {
+        sampler::sample(self, logits, vocabulary, asked, tokens)?;
+        let found = |(row, token): (&SampleRow, &Option<u32>)| token.map(|_| row.row as usize);
+        self.found(logits, asked.rows.iter().zip(&*tokens).filter_map(found));
         Ok(())
     }
 

@@ -1,9 +1,10 @@
 //! Transfers between host and device outside the stages.
 //!
 //! The host asks for logits row by row. The first row that it asks for brings all that the step left into pinned memory by one
-//! copy; the others are there already.
+//! copy; the others are there already. Rows whose tokens were found on the device are not brought along, as far as they lie
+//! outside of those that were not.
 
-use std::sync::PoisonError;
+use std::{ops::Range, sync::PoisonError};
 
 use glimmer_tensor::Result;
 
@@ -30,6 +31,8 @@ pub(super) struct Rows {
 pub(super) struct Fetched {
     /// Where they are on the device.
     of: Option<Rows>,
+    /// Those that are brought together.
+    span: Range<usize>,
     pinned: Option<Pinned>,
     /// Whether `pinned` holds them.
     there: bool,
@@ -39,6 +42,20 @@ impl Fetched {
     /// A step left `rows`.
     pub(super) fn expect(&mut self, rows: Option<Rows>) {
         (self.of, self.there) = (rows, false);
+        self.span = 0..rows.map_or(0, |rows| rows.rows);
+    }
+
+    /// The tokens of some rows are known.
+    fn found(&mut self, found: impl Iterator<Item = usize>) {
+        let mut open = vec![true; self.span.end];
+        for row in found {
+            if let Some(open) = open.get_mut(row) {
+                *open = false;
+            }
+        }
+        let first = (self.span.start..open.len()).find(|&row| open[row]).unwrap_or(open.len());
+        let end = (first..open.len()).rev().find(|&row| open[row]).map_or(first, |last| last + 1);
+        self.span = first..end;
     }
 }
 
@@ -53,24 +70,32 @@ impl Cuda {
         self.fetched.get_mut().unwrap_or_else(PoisonError::into_inner).of
     }
 
+    /// The tokens of some rows of logits are known: the host will hardly read them.
+    pub(super) fn found(&mut self, logits: &CudaBuffer, rows: impl Iterator<Item = usize>) {
+        let fetched = self.fetched.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if !fetched.there && fetched.of.is_some_and(|of| of.address == logits.at(0)) {
+            fetched.found(rows);
+        }
+    }
+
     fn read_floats(&self, buffer: &CudaBuffer, row: usize, values: &mut [f32]) -> Result<()> {
         let mut fetched = self.fetched.lock().unwrap_or_else(PoisonError::into_inner);
-        let whole = |rows: usize| 4 * rows * buffer.width;
-        let Some(of) = fetched.of.filter(|of| of.address == buffer.at(0) && row < of.rows && whole(of.rows) <= MOST)
-        else {
+        let span = fetched.span.clone();
+        let (start, bytes) = (4 * span.start * buffer.width, 4 * span.len() * buffer.width);
+        if fetched.of.is_none_or(|of| of.address != buffer.at(0)) || !span.contains(&row) || bytes > MOST {
             return Ok(buffer.memory.read(4 * row * buffer.width, values)?);
-        };
-        let pinned = match fetched.pinned.take().filter(|pinned| pinned.bytes() >= whole(of.rows)) {
+        }
+        let pinned = match fetched.pinned.take().filter(|pinned| pinned.bytes() >= bytes) {
             Some(pinned) => pinned,
             None => {
                 fetched.there = false;
-                Pinned::new(&self.device, whole(of.rows))?
+                Pinned::new(&self.device, bytes)?
             }
         };
         if !fetched.there {
-            pinned.fetch(&buffer.memory, whole(of.rows))?;
+            pinned.fetch(&buffer.memory, start, bytes)?;
         }
-        pinned.copy_out(row * buffer.width, values);
+        pinned.copy_out((row - span.start) * buffer.width, values);
         (fetched.pinned, fetched.there) = (Some(pinned), true);
         Ok(())
     }

@@ -9,6 +9,7 @@ mod dense;
 mod experts;
 mod kda;
 mod mhc;
+mod sampler;
 mod step;
 
 pub use experts::{Chain, expert_chain, random_experts};
@@ -229,12 +230,13 @@ pub fn tensor_rate(cuda: &mut Cuda) -> Result<Row> {
 pub type Family = fn(&mut Cuda, &mut dyn FnMut(Row)) -> Result<()>;
 
 /// The families by name.
-pub const FAMILIES: [(&str, Family); 5] = [
+pub const FAMILIES: [(&str, Family); 6] = [
     ("experts", experts::rows),
     ("kda", kda::rows),
     ("mhc", mhc::rows),
     ("attention", attention::rows),
     ("dense", dense::rows),
+    ("sampler", sampler::rows),
 ];
 
 fn ceiling(kernel: &str, micros: [f64; 3], bytes: f64, flops: f64) -> Row {

@@ -11,6 +11,7 @@ pub(crate) mod kda_chunk;
 pub(crate) mod mhc;
 pub(crate) mod mla;
 pub(crate) mod moe;
+pub(crate) mod sampler;
 pub(crate) mod slots;
 pub(crate) mod sparse;
 pub(crate) mod vision;

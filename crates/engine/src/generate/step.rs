@@ -55,6 +55,7 @@ impl<B: Backend> Generator<B> {
             self.model.set_feature(place, values)?;
         }
         self.forward(plan)?;
+        self.sample(plan)?;
         self.counters.step(plan.step.rows());
         let (prompt_rows, decode_rows) = plan.rows_by_kind(&self.running);
         let batch = self.running.iter().filter(|s| s.phase == Phase::Decode).count();
@@ -69,8 +70,7 @@ impl<B: Backend> Generator<B> {
                 trails.push(Trail { index: entry.index, position, rows, source, from: HiddenSource::Trunk });
             }
         }
-        let (sampler, row) = self.judge.scratch();
-        propose(&mut self.model, &mut self.running, &trails, self.drafting, sampler, row)?;
+        propose(&mut self.model, &mut self.running, &trails, self.drafting, &mut self.judge)?;
         for (entry, &position) in plan.entries.iter().zip(&began) {
             self.publish(entry, position)?;
         }
@@ -122,6 +122,29 @@ impl<B: Backend> Generator<B> {
         })
     }
 
+    /// Asks the backend for the tokens of the rows whose logits nobody else has to see.
+    fn sample(&mut self, plan: &Plan) -> Result<(), EngineError> {
+        self.asked.clear();
+        for entry in plan.entries.iter().filter(|entry| entry.newest) {
+            let sequence = &mut self.running[entry.index];
+            if !sequence.is_finished() {
+                let drafts = &sequence.drafts[..entry.drafts];
+                sequence.answer.ask(&sequence.tokens, drafts, entry.first(), &mut self.asked);
+            }
+        }
+        self.given.clear();
+        if self.asked.rows.is_empty() {
+            return Ok(());
+        }
+        let mut tokens = Vec::new();
+        self.model.sample(&self.asked, &mut tokens)?;
+        self.given.resize(plan.step.logits.len(), None);
+        for (row, token) in self.asked.rows.iter().zip(tokens) {
+            self.given[row.row as usize] = token;
+        }
+        Ok(())
+    }
+
     /// Takes in the results of a sequence's rows. Gives the number of rows that are final.
     fn take_in(&mut self, entry: &Entry) -> Result<usize, EngineError> {
         let sequence = &mut self.running[entry.index];
@@ -147,12 +170,13 @@ impl<B: Backend> Generator<B> {
         }
         sequence.phase = Phase::Decode;
         sequence.features.clear();
-        let first = entry.logits + entry.wanted - 1 - entry.drafts;
+        let first = entry.first();
         let model = &self.model;
-        let judged = sequence.answer.judge(
+        let judged = sequence.answer.judge_given(
             &mut self.judge,
             &sequence.tokens,
             &drafts[..entry.drafts],
+            self.given.get(first..=first + entry.drafts).unwrap_or(&[]),
             &mut |i, row: &mut [f32]| model.logits(first + i, row),
             &mut sequence.event.tokens,
         )?;

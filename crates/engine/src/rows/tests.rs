@@ -1,6 +1,7 @@
 //! One table of logits for every context, a constraint that is a function of its tokens, and answers with and without
 //! drafts.
 
+use glimmer_tensor::Samples;
 use proptest::prelude::*;
 
 use super::*;
@@ -157,6 +158,16 @@ fn tell_by(
     logits: &mut dyn FnMut(&[u32], &mut [f32]),
     propose: &mut dyn FnMut(&[u32]) -> Vec<Draft>,
 ) -> Told {
+    tell_asking(case, logits, propose, None)
+}
+
+/// As `tell_by`; `given` counts the tokens that a backend finds, where one is asked.
+fn tell_asking(
+    case: &Case,
+    logits: &mut dyn FnMut(&[u32], &mut [f32]),
+    propose: &mut dyn FnMut(&[u32]) -> Vec<Draft>,
+    mut given: Option<&mut usize>,
+) -> Told {
     let (mut answer, mut judge) = (case.answer(), RowJudge::new(PADDED));
     let mut known = case.request.prompt.to_vec();
     let (mut tokens, mut accepted) = (Vec::new(), 0);
@@ -171,12 +182,27 @@ fn tell_by(
         let first = tokens.len();
         let mut context = known.clone();
         context.extend(drafts[..fed].iter().map(|draft| draft.token));
+        let mut tokens_given = vec![None; fed + 1];
+        if let Some(given) = &mut given {
+            let (mut asked, mut changed) = (Samples::default(), Vec::new());
+            answer.ask(&known, &drafts, 0, &mut asked);
+            assert_eq!(state(&answer), before, "asking changes nothing");
+            asked.check(fed + 1, PADDED, VOCABULARY).unwrap();
+            for row in &asked.rows {
+                let mut values = vec![0.0; PADDED];
+                logits(&context[..known.len() + row.row as usize], &mut values);
+                let token = asked.token(row, &values[..VOCABULARY], &mut changed);
+                tokens_given[row.row as usize] = token;
+                **given += usize::from(token.is_some());
+            }
+        }
         let mut row = |i: usize, row: &mut [f32]| {
             assert!(i <= fed, "row {i} is not computed");
+            assert_eq!(tokens_given[i], None, "row {i} is known");
             logits(&context[..known.len() + i], row);
             Ok::<(), EngineError>(())
         };
-        let judged = answer.judge(&mut judge, &known, &drafts, &mut row, &mut tokens).unwrap();
+        let judged = answer.judge_given(&mut judge, &known, &drafts, &tokens_given, &mut row, &mut tokens).unwrap();
         let new: Vec<u32> = tokens[first..].iter().map(|token| token.id).collect();
         assert!(judged.accepted <= fed && judged.accepted <= judged.judged && judged.judged <= drafts.len());
         let stood = judged.accepted.min(new.len());

@@ -29,7 +29,7 @@ use types::{require, require_equal};
 
 use crate::{
     Backend, CacheShape, Columns, DsaColumns, DsaWeights, Experts, IndexerWeights, KdaForm, KdaWeights, Linear,
-    MatrixSource, MhcWeights, Norm, PatchGrid, Result, RouterRule, Step, Streams, Swiglu,
+    MatrixSource, MhcWeights, Norm, PatchGrid, Result, RouterRule, Samples, Step, Streams, Swiglu,
 };
 
 /// The CPU as a device: threads, an instruction set, the current step and scratch.
@@ -383,6 +383,22 @@ impl Backend for Cpu {
         logits: &mut Self::Buffer,
     ) -> Result<()> {
         dense::head(self, matrix, rows, hidden, logits)
+    }
+
+    fn sample(
+        &mut self,
+        logits: &CpuBuffer,
+        vocabulary: usize,
+        asked: &Samples,
+        tokens: &mut Vec<Option<u32>>,
+    ) -> Result<()> {
+        asked.check(logits.rows(), logits.width(), vocabulary)?;
+        let mut changed = Vec::new();
+        tokens.clear();
+        tokens.extend(
+            asked.rows.iter().map(|row| asked.token(row, &logits.row(row.row as usize)[..vocabulary], &mut changed)),
+        );
+        Ok(())
     }
 
     fn vision_attention(

@@ -82,6 +82,34 @@ proptest! {
         }
     }
 
+    /// Tokens that a backend finds are those that the logits give, and nobody reads the logits then.
+    #[test]
+    fn tokens_found_elsewhere_change_nothing(
+        case in case(),
+        depth in 0usize..6,
+        wrong in prop_oneof![Just(0u64), Just(15), Just(60)],
+        seed: u64,
+    ) {
+        let mut case = case;
+        if seed.is_multiple_of(4) {
+            case.request.logprobs = None;
+            case.request.sampling.temperature = 0.0;
+        }
+        let plain = tell(&case, |_| Vec::new());
+        let ids = plain.ids();
+        let mut given = 0;
+        let told = tell_asking(
+            &case,
+            &mut |context, row| table(case.table, context, row),
+            &mut |output| undrawn(&nearly(&ids, output.len(), depth, wrong, seed)),
+            Some(&mut given),
+        );
+        prop_assert_eq!(&told.tokens, &plain.tokens);
+        prop_assert_eq!(&told.finish, &plain.finish);
+        prop_assert_eq!(&told.state, &plain.state);
+        prop_assert!(given == 0 || case.request.sampling.is_greedy() && case.request.logprobs.is_none());
+    }
+
     /// Greedy requests yield the same tokens whatever the drafts were drawn from.
     #[test]
     fn drawn_drafts_change_nothing_for_greedy_requests(case in case(), depth in 1usize..5, seed: u64) {

@@ -1,0 +1,132 @@
+//! Tokens from rows of logits on the device against their definition on the CPU.
+
+use glimmer_cuda::Cuda;
+use glimmer_tensor::{Backend, LogitChange, SampleRow, Samples};
+
+use crate::material::Random;
+
+/// Logits of a row: how they are spread decides how many are equal, and where the largest is.
+fn logits(random: &mut Random, kind: usize, width: usize) -> Vec<f32> {
+    let mut row: Vec<f32> = (0..width)
+        .map(|_| match kind % 5 {
+            0 => 4.0 * random.unit() * random.unit(),
+            1 => (8.0 * random.unit()).round() / 8.0,
+            2 => 0.25,
+            3 => random.unit() - if random.below(2) == 0 { 60.0 } else { 0.0 },
+            // Both zeros, and nothing above them.
+            _ => {
+                if random.below(3) == 0 {
+                    0.0
+                } else {
+                    -0.0
+                }
+            }
+        })
+        .collect();
+    match kind % 11 {
+        7 => row[random.below(width)] = f32::NAN,
+        8 => row[random.below(width)] = f32::INFINITY,
+        9 => row.fill(f32::NEG_INFINITY),
+        10 => {
+            row.fill(f32::NEG_INFINITY);
+            row[random.below(width)] = -1e30;
+        }
+        _ => {}
+    }
+    row
+}
+
+/// Changes, a mask, both or neither.
+fn ask(random: &mut Random, asked: &mut Samples, row: u32, vocabulary: usize, kind: usize) {
+    let start = asked.changes.len();
+    if kind & 1 == 1 {
+        let step = [1, 3, 97, 1 + vocabulary / 5][random.below(4)];
+        for token in (random.below(step)..vocabulary).step_by(step).take(7000) {
+            let mut change = LogitChange::none(token as u32);
+            if random.below(2) == 0 {
+                change.bias = 3.0 * random.unit();
+            }
+            if random.below(2) == 0 {
+                change.repetition = 1.0 + random.unit() / 2.0;
+                change.minus = random.unit();
+            }
+            if random.below(9) == 0 {
+                change.minus = f32::INFINITY;
+            }
+            asked.changes.push(change);
+        }
+    }
+    let mask = (kind & 2 == 2).then(|| {
+        let first = asked.masks.len();
+        let rare = random.below(3) == 0;
+        for _ in 0..vocabulary.div_ceil(64) {
+            let bits = random.bits() & random.bits();
+            asked.masks.push(if rare { bits & random.bits() & random.bits() & random.bits() } else { bits });
+        }
+        if random.below(8) == 0 {
+            asked.masks[first..].fill(0);
+        }
+        first
+    });
+    asked.rows.push(SampleRow { row, changes: start..asked.changes.len(), mask });
+}
+
+/// Every shape, kind of logits and kind of rule.
+pub(crate) fn check(mut cuda: Cuda) -> usize {
+    let mut failures = 0;
+    let mut total = 0;
+    for (width, vocabulary, rows) in [
+        (154_880, 154_856, 30),
+        (154_880, 154_880, 1),
+        (154_880, 154_878, 3),
+        (81_920, 81_920, 7),
+        (5000, 4999, 66),
+        (1001, 1001, 40),
+        (1026, 1000, 40),
+        (129, 129, 150),
+        (4, 3, 50),
+        (1, 1, 5),
+    ] {
+        let random = &mut Random((width + rows) as u64);
+        let mut buffer = cuda.buffer(rows, width).unwrap();
+        let mut values = Vec::new();
+        for row in 0..rows {
+            let mut row_values = logits(random, row, vocabulary);
+            // Columns that do not exist hold what must not be chosen.
+            row_values.resize(width, f32::NAN);
+            cuda.write(&mut buffer, row, &row_values).unwrap();
+            values.push(row_values);
+        }
+        // The rows as they are; a part of them by rules of all kinds, in another order; the first again.
+        let mut plain = Samples::default();
+        (0..rows).for_each(|row| ask(random, &mut plain, row as u32, vocabulary, 0));
+        let mut mixed = Samples::default();
+        (0..rows).rev().step_by(2).for_each(|row| ask(random, &mut mixed, row as u32, vocabulary, row / 2));
+        let mut all = Samples::default();
+        (0..2 * rows).for_each(|row| ask(random, &mut all, (row % rows) as u32, vocabulary, 3));
+        for (name, asked) in [("plain", &plain), ("mixed", &mixed), ("changes and masks", &all), ("plain", &plain)] {
+            let mut tokens = Vec::new();
+            cuda.sample(&buffer, vocabulary, asked, &mut tokens).unwrap();
+            let mut scratch = Vec::new();
+            let expected: Vec<Option<u32>> = asked
+                .rows
+                .iter()
+                .map(|row| asked.token(row, &values[row.row as usize][..vocabulary], &mut scratch))
+                .collect();
+            total += expected.len();
+            let wrong = (0..expected.len()).filter(|&i| tokens.get(i) != Some(&expected[i])).collect::<Vec<_>>();
+            let left = expected.iter().filter(|token| token.is_none()).count();
+            println!(
+                "sampler [{rows}, {width}] of {vocabulary}, {name}: {} wrong of {}, {left} left",
+                wrong.len(),
+                expected.len()
+            );
+            if let Some(&i) = wrong.first() {
+                println!("  row {:?}: {:?}, expected {:?}", asked.rows[i], tokens.get(i), expected[i]);
+                failures += 1;
+            }
+        }
+    }
+    println!("sampler: {total} rows");
+    failures
+}
