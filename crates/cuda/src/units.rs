@@ -26,6 +26,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         dense::FILE.unit(&[]),
         bench::FILE.unit(&[]),
         sampler::FILE.unit(&[]),
+        sampler::DRAW.unit(&values(&[sampler::DRAW_HEAD])),
         mhc::FILE.unit(&values(&[text.mhc.streams])),
         kda::FILE.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)),
         dsa::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool, indexer.head_dim, indexer.num_heads])),
@@ -97,6 +98,7 @@ pub fn needs_warpgroups(unit: &Unit) -> bool {
         sparse::FILE.name,
         index::FILE.name,
         kda_chunk::FILE.name,
+        sampler::DRAW.name,
     ];
     only.contains(&unit.file)
 }

@@ -62,7 +62,7 @@ pub(crate) fn propose<B: Backend>(
         asked.clear();
         for (logits, chain) in chains.iter().enumerate() {
             if !is_drawn(&sequences[chain.index], drafting) {
-                asked.rows.push(SampleRow { row: logits as u32, changes: 0..0, mask: None });
+                asked.rows.push(SampleRow { row: logits as u32, changes: 0..0, mask: None, draw: None });
             }
         }
         model.sample_drafts(&asked, &mut tokens)?;

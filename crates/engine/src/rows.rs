@@ -17,6 +17,8 @@
 
 mod ask;
 
+pub use ask::token;
+
 use crate::{
     EngineError,
     constraint::{Constraint, ConstraintError, TokenMask},
@@ -301,13 +303,11 @@ impl Answer {
         self.judge_given(judge, known, drafts, &[], row, out)
     }
 
-    /// As [`Answer::judge`] where the tokens of some rows are known already: `given[i]` is what [`Samples::token`] finds for
-    /// row `i` as [`Answer::ask`] put it. No logits are asked for such a row.
+    /// As [`Answer::judge`] where the tokens of some rows are known already: `given[i]` is what [`token`] finds for row `i`
+    /// as [`Answer::ask`] put it. No logits are asked for such a row.
     ///
     /// # Errors
     /// Those of `row`.
-    ///
-    /// [`Samples::token`]: glimmer_tensor::Samples::token
     pub fn judge_given<E>(
         &mut self,
         judge: &mut RowJudge,
@@ -389,7 +389,7 @@ impl Answer {
         Ok((Token { id, logprobs }, stands))
     }
 
-    /// A greedy row's token, which is known, and whether the draft stands.
+    /// A row's token, which is known, and whether the draft, which was not drawn or whose row is greedy, stands.
     fn compare(
         &self,
         judge: &RowJudge,

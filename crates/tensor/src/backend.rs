@@ -519,7 +519,7 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
 
     /// Tokens of rows of logits, of which the first `vocabulary` columns exist: one for each row of `asked`. `None` leaves a
     /// row to the caller, who reads its logits: always without a sampler, else where a logit is not a number, the largest is
-    /// infinite or nothing may come.
+    /// infinite or nothing may come, and of rows that are drawn all that the backend cannot or does not decide for certain.
     ///
     /// # Errors
     /// [`Error::Capacity`] for rows, changes or masks that do not exist.

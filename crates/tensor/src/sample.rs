@@ -1,7 +1,8 @@
 //! Tokens from rows of logits where the logits are: what is asked of a backend, and what a plain answer is.
 //!
 //! A row's logits are changed token by token, tokens outside its mask are excluded, and then the largest logit is taken (the
-//! lower token among equals). [`Backend::sample`](crate::Backend::sample) gives the token, or leaves the row to the caller.
+//! lower token among equals), or a token is drawn. [`Backend::sample`](crate::Backend::sample) gives the token, or leaves the row to
+//! the caller.
 
 use std::ops::Range;
 
@@ -20,7 +21,7 @@ pub struct Samples {
 }
 
 /// How the token of one row is found.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct SampleRow {
     /// The row of the buffer.
     pub row: u32,
@@ -28,6 +29,25 @@ pub struct SampleRow {
     pub changes: Range<usize>,
     /// First word of its mask; without one every token may come.
     pub mask: Option<usize>,
+    /// How it is drawn; without it the largest logit is taken.
+    pub draw: Option<Draw>,
+}
+
+/// How a token is drawn, in this order: logits below the best one's weight times `min_p` go, all but the `top_k` best go, all but
+/// the smallest set of best ones with `top_p` of the mass left go; of the weights `exp(logit / temperature)` left, summed by
+/// ascending token, the first sum above `uniform` of the total is the token's.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Draw {
+    /// Above 0.
+    pub temperature: f32,
+    /// From 0 to 1.
+    pub min_p: f32,
+    /// 0: all.
+    pub top_k: u32,
+    /// Above 0 and up to 1.
+    pub top_p: f32,
+    /// From 0 to below 1.
+    pub uniform: f64,
 }
 
 /// A change of one logit: [`LogitChange::apply`].
@@ -87,15 +107,24 @@ impl Samples {
         Ok(())
     }
 
-    /// The token of a row of raw logits, of which all exist; `None` where something is not a number or infinite, or nothing
-    /// may come. `scratch` holds the changed logits.
+    /// The token of a row of raw logits, of which all exist, where the largest logit is taken; `None` where a token is drawn,
+    /// something is not a number or infinite, or nothing may come. `scratch` holds the changed logits.
     pub fn token(&self, row: &SampleRow, logits: &[f32], scratch: &mut Vec<f32>) -> Option<u32> {
+        if row.draw.is_some() {
+            return None;
+        }
         if row.changes.is_empty() && row.mask.is_none() {
             return largest(logits).ok().map(|best| best.0);
         }
         if logits.iter().any(|logit| logit.is_nan()) {
             return None;
         }
+        self.change(row, logits, scratch);
+        largest(scratch).ok().map(|best| best.0)
+    }
+
+    /// Writes what changes and the mask make of a row of raw logits.
+    pub fn change(&self, row: &SampleRow, logits: &[f32], scratch: &mut Vec<f32>) {
         scratch.clear();
         scratch.extend(logits);
         for change in &self.changes[row.changes.clone()] {
@@ -112,7 +141,6 @@ impl Samples {
                 }
             }
         }
-        largest(scratch).ok().map(|best| best.0)
     }
 }
 
@@ -164,19 +192,20 @@ mod tests {
             rows: Vec::new(),
         };
         let logits = [4.0, 1.75, -4.0, 1.75, 3.0, -0.0, 0.0];
-        let token = |changes, mask| samples.token(&SampleRow { row: 0, changes, mask }, &logits, &mut Vec::new());
+        let token =
+            |changes, mask| samples.token(&SampleRow { row: 0, changes, mask, draw: None }, &logits, &mut Vec::new());
         assert_eq!(token(0..0, None), Some(0));
         assert_eq!(token(0..1, None), Some(4), "token 0 falls to 1.75");
         assert_eq!(token(0..3, None), Some(0), "token 4 is excluded, token 2 lifted to 1; 1.75 comes first at token 0");
         assert_eq!(token(1..2, Some(0)), Some(0), "what the mask excludes cannot be lifted");
         let masked = Samples { masks: vec![0b110_0000], ..Samples::default() };
-        let row = SampleRow { row: 0, changes: 0..0, mask: Some(0) };
+        let row = SampleRow { row: 0, changes: 0..0, mask: Some(0), draw: None };
         assert_eq!(masked.token(&row, &logits, &mut Vec::new()), Some(5), "both zeros are equal");
     }
 
     #[test]
     fn what_does_not_exist_is_refused() {
-        let row = SampleRow { row: 1, changes: 0..2, mask: Some(1) };
+        let row = SampleRow { row: 1, changes: 0..2, mask: Some(1), draw: None };
         let changes = vec![LogitChange::none(3), LogitChange::none(7)];
         let good = Samples { rows: vec![row], changes, masks: vec![0; 3] };
         good.check(2, 72, 70).unwrap();
@@ -195,7 +224,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_chosen_from_is_left_to_the_caller() {
-        let plain = SampleRow { row: 0, changes: 0..0, mask: None };
+        let plain = SampleRow { row: 0, changes: 0..0, mask: None, draw: None };
         let masked = SampleRow { mask: Some(0), ..plain.clone() };
         let samples = Samples { masks: vec![0], ..Samples::default() };
         for logits in [[0.0, f32::NAN], [f32::INFINITY, 0.0], [f32::NEG_INFINITY; 2]] {

@@ -1,7 +1,8 @@
-//! Tokens from rows of logits on the device against their definition on the CPU.
+//! Tokens from rows of logits on the device against the engine's sampler.
 
 use glimmer_cuda::Cuda;
-use glimmer_tensor::{Backend, LogitChange, SampleRow, Samples};
+use glimmer_engine::{Sampler, rows::token};
+use glimmer_tensor::{Backend, Draw, LogitChange, SampleRow, Samples};
 
 use crate::material::Random;
 
@@ -36,7 +37,29 @@ fn logits(random: &mut Random, kind: usize, width: usize) -> Vec<f32> {
     row
 }
 
-/// Changes, a mask, both or neither.
+/// Temperature, min-p, top-k, top-p of draws.
+const DRAWS: [(f32, f32, u32, f32); 18] = [
+    (1.0, 0.0, 0, 1.0),
+    (1.0, 0.0, 0, 0.95),
+    (1.0, 0.0, 0, 0.9),
+    (0.7, 0.0, 0, 0.8),
+    (1.0, 0.0, 50, 1.0),
+    (1.0, 0.0, 50, 0.95),
+    (0.6, 0.0, 20, 0.95),
+    (1.0, 0.05, 0, 1.0),
+    (1.0, 0.02, 0, 0.9),
+    (1.0, 0.05, 40, 0.9),
+    (2.0, 0.0, 0, 0.5),
+    (0.3, 0.0, 0, 0.99),
+    (1.0, 0.0, 0, 0.02),
+    (1.0, 0.0, 1, 1.0),
+    (1.3, 0.0, 700, 1.0),
+    (1.0, 0.001, 1000, 0.7),
+    (1.0, 0.0, 0, 0.999_999),
+    (0.05, 0.0, 0, 0.95),
+];
+
+/// Changes, a mask, both or neither; from 4 on drawn.
 fn ask(random: &mut Random, asked: &mut Samples, row: u32, vocabulary: usize, kind: usize) {
     let start = asked.changes.len();
     if kind & 1 == 1 {
@@ -68,7 +91,11 @@ fn ask(random: &mut Random, asked: &mut Samples, row: u32, vocabulary: usize, ki
         }
         first
     });
-    asked.rows.push(SampleRow { row, changes: start..asked.changes.len(), mask });
+    let draw = (kind & 4 == 4).then(|| {
+        let (temperature, min_p, top_k, top_p) = DRAWS[random.below(DRAWS.len())];
+        Draw { temperature, min_p, top_k, top_p, uniform: (random.bits() >> 11) as f64 / (1u64 << 53) as f64 }
+    });
+    asked.rows.push(SampleRow { row, changes: start..asked.changes.len(), mask, draw });
 }
 
 /// Every shape, kind of logits and kind of rule.
@@ -104,22 +131,34 @@ pub(crate) fn check(mut cuda: Cuda) -> usize {
         (0..rows).rev().step_by(2).for_each(|row| ask(random, &mut mixed, row as u32, vocabulary, row / 2));
         let mut all = Samples::default();
         (0..2 * rows).for_each(|row| ask(random, &mut all, (row % rows) as u32, vocabulary, 3));
-        for (name, asked) in [("plain", &plain), ("mixed", &mixed), ("changes and masks", &all), ("plain", &plain)] {
+        let mut drawn = Samples::default();
+        for row in 0..3 * rows {
+            let kind = if row < rows { 4 } else { row % 8 };
+            ask(random, &mut drawn, (row % rows) as u32, vocabulary, kind);
+        }
+        let (mut scratch, mut sampler) = (Vec::new(), Sampler::default());
+        for (name, asked) in
+            [("plain", &plain), ("mixed", &mixed), ("changes and masks", &all), ("drawn", &drawn), ("plain", &plain)]
+        {
             let mut tokens = Vec::new();
             cuda.sample(&buffer, vocabulary, asked, &mut tokens).unwrap();
-            let mut scratch = Vec::new();
-            let expected: Vec<Option<u32>> = asked
-                .rows
-                .iter()
-                .map(|row| asked.token(row, &values[row.row as usize][..vocabulary], &mut scratch))
-                .collect();
+            let mut expect = |row: &SampleRow| {
+                let logits = &values[row.row as usize][..vocabulary];
+                token(asked, row, logits, &mut sampler, &mut scratch)
+            };
+            let expected: Vec<Option<u32>> = asked.rows.iter().map(&mut expect).collect();
             total += expected.len();
-            let wrong = (0..expected.len()).filter(|&i| tokens.get(i) != Some(&expected[i])).collect::<Vec<_>>();
-            let left = expected.iter().filter(|token| token.is_none()).count();
+            // A draw may be left to the host; a largest logit may not, where there is one.
+            let drawn = |i: usize| asked.rows[i].draw.is_some();
+            let wrong: Vec<usize> = (0..expected.len())
+                .filter(|&i| tokens[i] != expected[i] && !(drawn(i) && tokens[i].is_none()))
+                .collect();
+            let none = expected.iter().filter(|token| token.is_none()).count();
+            let left = tokens.iter().filter(|token| token.is_none()).count() - none;
+            let count = expected.len();
             println!(
-                "sampler [{rows}, {width}] of {vocabulary}, {name}: {} wrong of {}, {left} left",
-                wrong.len(),
-                expected.len()
+                "sampler [{rows}, {width}] of {vocabulary}, {name}: {} wrong of {count}, {none} without a token, {left} left",
+                wrong.len()
             );
             if let Some(&i) = wrong.first() {
                 println!("  row {:?}: {:?}, expected {:?}", asked.rows[i], tokens.get(i), expected[i]);

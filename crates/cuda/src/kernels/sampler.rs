@@ -1,8 +1,12 @@
 //! Tokens from rows of logits that stay on the device.
 //!
-//! Its definition is [`glimmer_tensor::Samples::token`]. The kernel gives [`NONE`] for a row that the host has to look at.
+//! The definition of the largest logit is [`glimmer_tensor::Samples::token`], that of a draw the engine's sampler. The kernels give
+//! [`NONE`] for a row that the host has to look at.
 
-use glimmer_tensor::{Result, Samples};
+use std::ops::Range;
+
+use bytemuck::{Pod, Zeroable};
+use glimmer_tensor::{Result, SampleRow, Samples};
 
 use crate::{
     backend::Cuda,
@@ -12,6 +16,9 @@ use crate::{
 };
 
 pub(crate) static FILE: File = File { name: "sampler.cu", text: include_str!("sampler.cu"), constants: &[] };
+
+/// Draws, by clusters of blocks (compute capability 9.0).
+pub(crate) static DRAW: File = File { name: "draw.cu", text: include_str!("draw.cu"), constants: &["HEAD"] };
 
 /// What stands in place of a token where the host has to look.
 pub(crate) const NONE: u32 = u32::MAX;
@@ -25,8 +32,20 @@ const LEAST: usize = 2048;
 /// Tokens of a block are a multiple of this.
 const STEP: usize = 128;
 
+/// Blocks of a row that is drawn, threads and warps of each, bytes of shared memory beside its part of the row.
+const DRAW_BLOCKS: usize = 8;
+const DRAW_THREADS: usize = 512;
+const DRAW_WARPS: usize = DRAW_THREADS / 32;
+pub(crate) const DRAW_HEAD: usize = 33_536;
+
+/// Bytes of shared memory of a block at most.
+const SHARED: usize = 227 << 10;
+
 /// Words of a rule and of a change on the device.
 const WORDS: usize = 4;
+
+/// Words of a draw on the device.
+const DRAW_WORDS: usize = size_of::<Drawn>() / 4;
 
 /// Bytes of rules that are sent at most; rows beyond are left to the host.
 const SENT: usize = 16 << 20;
@@ -39,10 +58,39 @@ pub(crate) struct Sampling {
     tokens: Option<Memory>,
 }
 
-/// Where the device finds rules: the rows', their changes, their masks. All zero: every row as it is.
+/// How a row is drawn, as `draw.cu` reads it.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct Drawn {
+    steepness: f64,
+    floor: f64,
+    top_p: f64,
+    uniform: f64,
+    top_k: u32,
+    spare: u32,
+}
+
+impl Drawn {
+    fn new(draw: &glimmer_tensor::Draw) -> Self {
+        let temperature = f64::from(draw.temperature);
+        // A share of the best weight is a distance from the best logit.
+        let floor = if draw.min_p > 0.0 { temperature * f64::from(draw.min_p).ln() } else { f64::NEG_INFINITY };
+        Self {
+            steepness: 1.0 / temperature,
+            floor,
+            top_p: f64::from(draw.top_p),
+            uniform: draw.uniform,
+            top_k: draw.top_k,
+            spare: 0,
+        }
+    }
+}
+
+/// Where the device finds rules: the rows', their draws, their changes, their masks. All zero: every row as it is.
 #[derive(Debug, Clone, Copy, Default)]
-struct Rules {
+pub(crate) struct Rules {
     rows: u64,
+    draws: u64,
     changes: u64,
     masks: u64,
 }
@@ -99,40 +147,100 @@ pub(crate) fn sample(
     tokens: &mut Vec<Option<u32>>,
 ) -> Result<()> {
     asked.check(logits.rows, logits.width, vocabulary)?;
-    let rows = asked.rows.len();
     tokens.clear();
-    tokens.resize(rows, None);
-    let bytes = 4 * WORDS * (rows + asked.changes.len()) + 8 * asked.masks.len();
-    if rows == 0 || bytes > SENT {
+    tokens.resize(asked.rows.len(), None);
+    // The largest logits first, then the draws.
+    let can_draw = can_draw(cuda, vocabulary);
+    let of = |drawn: bool| (0..asked.rows.len()).filter(move |&i| asked.rows[i].draw.is_some() == drawn);
+    let mut order: Vec<usize> = of(false).collect();
+    let greedy = order.len();
+    order.extend(of(true).filter(|_| can_draw));
+    let rows = order.len();
+    let words = WORDS * (rows + asked.changes.len()) + DRAW_WORDS * (rows - greedy) + 2 * asked.masks.len();
+    if rows == 0 || 4 * words > SENT {
         return Ok(());
     }
-    let plain = asked.changes.is_empty() && asked.masks.is_empty();
-    let rules = if plain && asked.rows.iter().zip(0..).all(|(row, i)| row.row == i) {
+    let plain = asked.changes.is_empty() && asked.masks.is_empty() && greedy == rows;
+    let rules = if plain && order.iter().zip(0..).all(|(&i, row)| asked.rows[i].row == row) {
         Rules::default()
     } else {
-        send(cuda, asked)?
+        send(cuda, asked, &order, greedy)?
     };
     let memory = match cuda.sampling.tokens.take().filter(|memory| memory.bytes() >= 4 * rows) {
         Some(memory) => memory,
         None => cuda.memory.uninitialized("sampled tokens", 4 * rows.next_power_of_two())?,
     };
-    ruled(cuda, rows, logits, vocabulary, rules, memory.address())?;
+    let address = memory.address();
+    if greedy > 0 {
+        ruled(cuda, greedy, logits, vocabulary, rules, address)?;
+    }
+    draw(cuda, greedy..rows, logits, vocabulary, rules, address)?;
     let mut found = vec![NONE; rows];
     memory.read(0, &mut found)?;
     cuda.sampling.tokens = Some(memory);
-    for (token, found) in tokens.iter_mut().zip(found) {
-        *token = Some(found).filter(|&found| found != NONE);
+    for (i, found) in order.into_iter().zip(found) {
+        tokens[i] = Some(found).filter(|&found| found != NONE);
     }
     Ok(())
 }
 
-/// Sends the rules by one copy.
-fn send(cuda: &mut Cuda, asked: &Samples) -> Result<Rules> {
+/// Tokens of a block's part of a row, and of a warp's segment of that.
+fn draw_parts(vocabulary: usize) -> (usize, usize) {
+    let part = vocabulary.div_ceil(DRAW_BLOCKS).next_multiple_of(32);
+    (part, part.div_ceil(DRAW_WARPS).next_multiple_of(32))
+}
+
+/// Whether the device draws from so many tokens: it has clusters, whose shared memory holds a row.
+fn can_draw(cuda: &Cuda, vocabulary: usize) -> bool {
+    let (part, _) = draw_parts(vocabulary);
+    cuda.device().properties().capability.0 == 9 && vocabulary > 0 && draw_shared(part) <= SHARED
+}
+
+fn draw_shared(part: usize) -> usize {
+    DRAW_HEAD + 4 * (part + 4)
+}
+
+/// Draws the tokens of some of the rules' rows.
+pub(crate) fn draw(
+    cuda: &Cuda,
+    rows: Range<usize>,
+    logits: &CudaBuffer,
+    vocabulary: usize,
+    rules: Rules,
+    tokens: u64,
+) -> Result<()> {
+    if rows.is_empty() {
+        return Ok(());
+    }
+    let (part, segment) = draw_parts(vocabulary);
+    let kernel = cuda.kernels.get(&DRAW, &[DRAW_HEAD as i64], "draw")?;
+    let arguments = Arguments::new()
+        .with(logits.at(0))
+        .int(logits.width)
+        .int(vocabulary)
+        .int(part)
+        .int(segment)
+        .with(rules.rows + (4 * WORDS * rows.start) as u64)
+        .with(rules.draws)
+        .with(rules.changes)
+        .with(rules.masks)
+        .with(tokens + 4 * rows.start as u64);
+    let grid = Grid { blocks: [DRAW_BLOCKS * rows.len(), 1, 1], threads: DRAW_THREADS, shared: draw_shared(part) };
+    Ok(cuda.kernels.launch_clusters(kernel, grid, DRAW_BLOCKS, arguments)?)
+}
+
+/// Sends the rules of the rows in `order` by one copy; those from `greedy` on are drawn.
+pub(crate) fn send(cuda: &mut Cuda, asked: &Samples, order: &[usize], greedy: usize) -> Result<Rules> {
     let words = &mut cuda.sampling.words;
     words.clear();
-    for row in &asked.rows {
+    let rows = || order.iter().map(|&i| &asked.rows[i]);
+    for row in rows() {
         let mask = row.mask.map_or(NONE, |first| 2 * first as u32);
         words.extend([row.row, row.changes.start as u32, row.changes.len() as u32, mask]);
+    }
+    let draws = words.len();
+    for draw in rows().skip(greedy).filter_map(|row: &SampleRow| row.draw.as_ref()) {
+        words.extend(bytemuck::cast::<Drawn, [u32; DRAW_WORDS]>(Drawn::new(draw)));
     }
     let changes = words.len();
     for change in &asked.changes {
@@ -154,5 +262,6 @@ fn send(cuda: &mut Cuda, asked: &Samples) -> Result<Rules> {
     pinned.send(&cuda.sampling.words, &memory, 0)?;
     let address = memory.address();
     cuda.sampling.rules = Some((pinned, memory));
-    Ok(Rules { rows: address, changes: address + 4 * changes as u64, masks: address + 4 * masks as u64 })
+    let at = |word: usize| address + 4 * word as u64;
+    Ok(Rules { rows: address, draws: at(draws), changes: at(changes), masks: at(masks) })
 }

@@ -5,28 +5,30 @@
 
 use std::collections::BTreeSet;
 
-use glimmer_tensor::{LogitChange, SampleRow, Samples};
+use glimmer_tensor::{Draw, LogitChange, SampleRow, Samples};
 
 use super::{Answer, Output, RowMask};
 use crate::{
     constraint::TokenMask,
-    sampling::{History, MAX_BIAS},
+    random::{Purpose, uniform},
+    request::Sampling,
+    sampling::{Choice, History, MAX_BIAS, Sampler},
     speculate::Draft,
 };
 
 impl Answer {
-    /// Adds the rows of the next step whose tokens [`Samples::token`] finds; row `i` has the logits of row `first + i`.
-    /// `known` and `drafts` are those of [`Answer::judge`]. Left out, because their logits have to be read, are rows
+    /// Adds the rows of the next step whose tokens can be found without handing out their logits; row `i` has the logits of row
+    /// `first + i`. `known` and `drafts` are those of [`Answer::judge`]. Left out, because their logits have to be read, are rows
     ///
-    /// - that are drawn, not greedy,
+    /// - before a draft that was drawn, unless they are greedy: whether it stands depends on two distributions,
     /// - with log-probabilities,
     /// - with two biases for one token, whose sum would be rounded once instead of twice,
     /// - of an answer with a constraint for which [`Answer::prepare`] has not been called;
     ///
     /// and those that need none, because their token is forced or their constraint has failed.
     pub fn ask(&mut self, known: &[u32], drafts: &[Draft], first: usize, asked: &mut Samples) {
-        let readable = self.sampling.is_greedy() && self.logprobs.is_none() && !self.repeated_bias;
-        if !readable || self.rows == 0 && (self.shape.is_some() || self.prepare(drafts).is_err()) {
+        let readable = self.logprobs.is_some() || self.repeated_bias;
+        if readable || self.rows == 0 && (self.shape.is_some() || self.prepare(drafts).is_err()) {
             return;
         }
         let mut banned = Vec::new();
@@ -36,13 +38,24 @@ impl Answer {
                 RowMask::Only(only) => Some(only),
                 RowMask::Forced(_) | RowMask::Fault(_) => continue,
             };
+            let drawn = drafts.get(i).is_some_and(|draft| draft.drawn_from.is_some());
+            if drawn && !self.sampling.is_greedy() {
+                continue;
+            }
             let output = Output { known: &known[self.prompt.min(known.len())..], new: &self.prepared[..i] };
             self.ban(&mut banned, only, output);
             let start = asked.changes.len();
             self.changes(&banned, &self.prepared[..i], &mut asked.changes);
             let changes = start..asked.changes.len();
             let mask = add_mask(only, self.allowed.as_ref(), self.vocabulary, &mut asked.masks);
-            asked.rows.push(SampleRow { row: (first + i) as u32, changes, mask });
+            let draw = (!self.sampling.is_greedy()).then(|| Draw {
+                temperature: self.sampling.temperature,
+                min_p: self.sampling.min_p,
+                top_k: self.sampling.top_k.unwrap_or(0),
+                top_p: self.sampling.top_p,
+                uniform: uniform(self.seed, known.len() + i, Purpose::Token),
+            });
+            asked.rows.push(SampleRow { row: (first + i) as u32, changes, mask, draw });
         }
     }
 
@@ -73,6 +86,33 @@ impl Answer {
     }
 }
 
+/// The token of a row of raw logits, of which all exist, by the engine's own sampler: what a backend has to give, if it gives one.
+/// `None` where something is not a number or infinite, or nothing may come. `scratch` holds the changed logits.
+pub fn token(
+    asked: &Samples,
+    row: &SampleRow,
+    logits: &[f32],
+    sampler: &mut Sampler,
+    scratch: &mut Vec<f32>,
+) -> Option<u32> {
+    let Some(draw) = row.draw else { return asked.token(row, logits, scratch) };
+    if logits.iter().any(|logit| logit.is_nan()) {
+        return None;
+    }
+    asked.change(row, logits, scratch);
+    let params = Sampling {
+        temperature: draw.temperature,
+        min_p: draw.min_p,
+        top_k: Some(draw.top_k),
+        top_p: draw.top_p,
+        ..Sampling::greedy()
+    };
+    match sampler.choose(scratch, &params, &History::default(), &[], 0).ok()? {
+        Choice::Token(token) => Some(token),
+        Choice::Among(distribution) => Some(distribution.draw(draw.uniform)),
+    }
+}
+
 /// Adds the tokens that both masks allow; no mask where there is none.
 fn add_mask(
     only: Option<&TokenMask>,
@@ -93,7 +133,7 @@ fn add_mask(
 
 impl History {
     /// What the penalties change of a token behind `more` further tokens.
-    fn change(&self, params: &crate::request::Sampling, token: u32, more: &[u32]) -> LogitChange {
+    fn change(&self, params: &Sampling, token: u32, more: &[u32]) -> LogitChange {
         let further = more.iter().filter(|&&other| other == token).count() as u32;
         let mut change = LogitChange::none(token);
         let seen = self.output(token);

@@ -184,14 +184,14 @@ fn tell_asking(
         context.extend(drafts[..fed].iter().map(|draft| draft.token));
         let mut tokens_given = vec![None; fed + 1];
         if let Some(given) = &mut given {
-            let (mut asked, mut changed) = (Samples::default(), Vec::new());
+            let (mut asked, mut changed, mut sampler) = (Samples::default(), Vec::new(), Sampler::default());
             answer.ask(&known, &drafts, 0, &mut asked);
             assert_eq!(state(&answer), before, "asking changes nothing");
             asked.check(fed + 1, PADDED, VOCABULARY).unwrap();
             for row in &asked.rows {
                 let mut values = vec![0.0; PADDED];
                 logits(&context[..known.len() + row.row as usize], &mut values);
-                let token = asked.token(row, &values[..VOCABULARY], &mut changed);
+                let token = token(&asked, row, &values[..VOCABULARY], &mut sampler, &mut changed);
                 tokens_given[row.row as usize] = token;
                 **given += usize::from(token.is_some());
             }
