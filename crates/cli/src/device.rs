@@ -140,6 +140,11 @@ pub(crate) mod cuda {
             Ok((free as u64, total as u64))
         }
 
+        /// Whether compiled kernels are kept in a folder.
+        pub(crate) fn keeps_kernels(&self) -> bool {
+            self.options.cache.is_some()
+        }
+
         /// Whether its caches can be of halves.
         pub(crate) fn halves(&self) -> bool {
             self.options.half_cache && self.device.properties().capability.0 == 9

@@ -60,12 +60,22 @@ fn gpu_kernels(
     wanted: &[String],
     file: Option<OutputFile>,
 ) -> anyhow::Result<ExitCode> {
-    use glimmer_cuda::bench::{FAMILIES, Row, ceilings};
+    use glimmer_cuda::bench::{FAMILIES, Row, ceilings, prepare};
     let known = FAMILIES.map(|(name, _)| name);
     if let Some(name) = wanted.iter().find(|name| !known.contains(&name.as_str())) {
         anyhow::bail!("--family {name}: there is no such family; there are {}", known.join(", "));
     }
     let mut cuda = gpu.open()?;
+    if wanted.is_empty() && gpu.keeps_kernels() {
+        let began = std::time::Instant::now();
+        let units = prepare(&cuda)?;
+        writeln!(
+            anstream::stderr(),
+            "{units} units of kernels compiled or found in {:.1} s",
+            began.elapsed().as_secs_f64()
+        )?;
+    }
+    let began = std::time::Instant::now();
     let limits = ceilings(&mut cuda)?;
     let mut out = anstream::stdout().lock();
     writeln!(
@@ -85,16 +95,19 @@ fn gpu_kernels(
                     printed = writeln!(out, "{}", row.line(&limits));
                 }
                 rows.push(json!({
-                    "family": name, "kernel": row.kernel, "rows": row.rows, "us": row.micros, "bytes": row.bytes,
-                    "flops": row.flops, "floor_us": row.floor(&limits), "achieved": row.achieved(&limits),
+                    "family": name, "kernel": row.kernel, "tp": row.ranks(), "rows": row.rows, "us": row.micros,
+                    "spread": row.spread(), "bytes": row.bytes, "flops": row.flops, "gbps": row.gigabytes(),
+                    "tflops": row.teraflops(), "floor_us": row.floor(&limits), "achieved": row.achieved(&limits),
                 }));
             })?;
         }
     }
     printed?;
+    let seconds = began.elapsed().as_secs_f64();
+    writeln!(anstream::stderr(), "{} rows in {seconds:.1} s", rows.len())?;
     let result = json!({
         "device": gpu.name(), "read_gbps": limits.read, "copy_gbps": limits.copy, "tensor_tflops": limits.tensor,
-        "kernels": rows,
+        "float_tflops": limits.float, "seconds": seconds, "kernels": rows,
     });
     save(file, &result)
 }

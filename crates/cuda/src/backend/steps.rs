@@ -63,7 +63,7 @@ impl Cuda {
         &self.steps.last
     }
 
-    pub(super) fn begin_step(&mut self, step: &Step, lists: [&[u32]; 2]) -> Result<()> {
+    pub(crate) fn begin_step(&mut self, step: &Step, lists: [&[u32]; 2]) -> Result<()> {
         // Notes of a step that was left in the middle.
         self.kernels.stop_noting();
         self.steps.current = None;

@@ -2,7 +2,11 @@
 
 use glimmer_tensor::{Backend, Experts, Linear, Result, Swiglu};
 
-use super::{Contents, Row, Unit, fill, timed};
+use super::{
+    Contents, Row, Unit, fill, random_matrix,
+    slice::{RANKS, ROWS, of_ranks, slice},
+    timed,
+};
 use crate::{
     backend::Cuda,
     kernels::moe,
@@ -33,22 +37,31 @@ fn int4(cuda: &Cuda, out: usize, columns: usize) -> Result<Linear<Cuda>> {
     Ok(Linear { weight, bias: None })
 }
 
+fn bf16(cuda: &Cuda, out: usize, columns: usize) -> Result<Linear<Cuda>> {
+    Ok(Linear { weight: random_matrix(cuda, out, columns)?, bias: None })
+}
+
 /// Full-size random experts in INT4.
 ///
 /// # Errors
 /// Errors of the device.
 pub fn random_experts(cuda: &Cuda, chain: Chain) -> Result<Experts<Cuda>> {
-    let Chain { hidden, width, .. } = chain;
-    let routed = (0..chain.experts)
-        .map(|_| {
-            Ok(Swiglu {
-                gate: int4(cuda, width, hidden)?,
-                up: int4(cuda, width, hidden)?,
-                down: int4(cuda, hidden, width)?,
-            })
+    experts_of(cuda, chain, int4)
+}
+
+fn experts_of(
+    cuda: &Cuda,
+    Chain { hidden, width, experts, .. }: Chain,
+    matrix: fn(&Cuda, usize, usize) -> Result<Linear<Cuda>>,
+) -> Result<Experts<Cuda>> {
+    let expert = |_| {
+        Ok(Swiglu {
+            gate: matrix(cuda, width, hidden)?,
+            up: matrix(cuda, width, hidden)?,
+            down: matrix(cuda, hidden, width)?,
         })
-        .collect::<Result<_>>()?;
-    Ok(Experts { routed, shared: None, limit: 10.0 })
+    };
+    Ok(Experts { routed: (0..experts).map(expert).collect::<Result<_>>()?, shared: None, limit: 10.0 })
 }
 
 /// The chain work list with the rows in their slots, gate and up with SwiGLU, down, combination, over the sets in turn; then
@@ -84,10 +97,13 @@ pub fn expert_chain(
     }
     let distinct_mean = distinct as f64 / ROUTINGS as f64;
     let weights = 3.0 * (width * hidden) as f64;
-    let bytes = distinct_mean * weights * (0.5 + 2.0 / 128.0);
+    let coded = sets.iter().flat_map(|set| &set.routed).all(|expert| expert.gate.weight.kind == Kind::Int4);
+    let (kind, weight_bytes) = if coded { ("INT4", 0.5 + 2.0 / 128.0) } else { ("BF16", 2.0) };
+    let bytes = distinct_mean * weights * weight_bytes;
     let flops = 2.0 * choices as f64 * weights;
+    let of = of_ranks(slice(1)?.text.moe.intermediate_size / width.max(1));
     let row = |what: &str, micros, share: f64| Row {
-        kernel: format!("experts, {width} features: {what}"),
+        kernel: format!("experts in {kind}, {width} features: {what}, {of}"),
         rows,
         micros,
         bytes: share * bytes,
@@ -101,6 +117,9 @@ pub fn expert_chain(
         moe::moe_up(cuda, rows, set, routing, &x, &mut act, &mut shared)?;
         moe::moe_down(cuda, rows, set, routing, &act, &shared, &mut out)
     })?;
+    if !coded {
+        return Ok((vec![row("chain", full, 1.0)], distinct_mean as usize));
+    }
     let up = timed(cuda, calls, |cuda, i| {
         let (set, routing) = (&sets[i % sets.len()], &routings[i % ROUTINGS]);
         cuda.planned = None;
@@ -115,13 +134,24 @@ pub fn expert_chain(
     Ok((parts, distinct_mean as usize))
 }
 
-/// Slices of two and of four ranks over all numbers of rows.
+/// Slices of one, two and four ranks over all numbers of rows: the layers' experts, and the draft layer's, which stay as they are
+/// stored.
 pub(super) fn rows(cuda: &mut Cuda, report: &mut dyn FnMut(Row)) -> Result<()> {
-    for width in [1024, 512] {
-        let chain = |rows| Chain { experts: 288, top: 8, hidden: 4096, width, rows };
-        let sets = [random_experts(cuda, chain(1))?, random_experts(cuda, chain(1))?];
-        for rows in [1, 3, 8, 24, 96, 256, 768, 2048, 8192] {
-            expert_chain(cuda, chain(rows), &sets, None)?.0.into_iter().for_each(&mut *report);
+    for ranks in RANKS {
+        let text = slice(ranks)?.text;
+        let moe = &text.moe;
+        let chain = |rows| Chain {
+            experts: moe.num_experts,
+            top: moe.experts_per_token,
+            hidden: text.hidden_size,
+            width: moe.intermediate_size,
+            rows,
+        };
+        for matrix in [int4, bf16] {
+            let sets = [experts_of(cuda, chain(1), matrix)?, experts_of(cuda, chain(1), matrix)?];
+            for rows in ROWS {
+                expert_chain(cuda, chain(rows), &sets, None)?.0.into_iter().for_each(&mut *report);
+            }
         }
     }
     Ok(())

@@ -2,7 +2,11 @@
 
 use glimmer_tensor::{Backend, CacheShape, KdaForm, KdaWeights, Norm, Result, Segment, Step};
 
-use super::{Contents, Row, Unit, fill, random_matrix, timed};
+use super::{
+    Contents, Row, Unit, fill, random_matrix,
+    slice::{RANKS, of_ranks, slice},
+    timed,
+};
 use crate::{
     backend::Cuda,
     cache::CudaCache,
@@ -76,26 +80,34 @@ fn step(sequences: usize, position: usize, rows: usize, fold: usize, commit: usi
 
 /// Decoding (one row) and verification (three rows, one record folded in) for the heads of one, two and four ranks.
 pub(super) fn rows(cuda: &mut Cuda, report: &mut dyn FnMut(Row)) -> Result<()> {
-    for heads in [64, 32, 16] {
+    for ranks in RANKS {
+        let heads = slice(ranks)?.text.kda.num_heads;
         let weights = weights(cuda, heads)?;
         for sequences in [1, 8, 32, 256] {
             let state = sequences * heads * DIM * DIM * 4;
             let layers = ROTATION.div_ceil(state).clamp(2, 64);
             let mut cache = cache(cuda, layers, heads, sequences)?;
             for (rows, fold) in [(1, 0), (3, 1)] {
-                report(decode(cuda, &weights, &mut cache, [sequences, rows, fold])?);
+                report(decode(cuda, &weights, &mut cache, [sequences, rows, fold, ranks])?);
             }
         }
-        prefill(cuda, &weights, report)?;
+        for prompt in [2048, 8192, 16384] {
+            prefill(cuda, &weights, prompt, ranks, report)?;
+        }
     }
     Ok(())
 }
 
 /// One prompt, row after row and in chunks.
-fn prefill(cuda: &mut Cuda, weights: &KdaWeights<Cuda>, report: &mut dyn FnMut(Row)) -> Result<()> {
+fn prefill(
+    cuda: &mut Cuda,
+    weights: &KdaWeights<Cuda>,
+    prompt: usize,
+    ranks: usize,
+    report: &mut dyn FnMut(Row),
+) -> Result<()> {
     let (heads, inner) = (weights.heads, weights.heads * DIM);
     let mut cache = cache(cuda, 1, heads, 1)?;
-    let prompt = 16384;
     cuda.begin(&step(1, 0, prompt, 0, prompt))?;
     let (proj, gates) = (cuda.buffer(prompt, 3 * inner + heads)?, cuda.buffer(prompt, 2 * inner)?);
     let mut out = cuda.buffer(prompt, inner)?;
@@ -107,7 +119,7 @@ fn prefill(cuda: &mut Cuda, weights: &KdaWeights<Cuda>, report: &mut dyn FnMut(R
         let bytes = 4.0 * heads as f64 * (2 * DIM * DIM + 6 * DIM * prompt) as f64;
         // Of the chunked form with 64 rows, whatever the form.
         let flops = (2 * (4 * DIM * DIM + 3 * 64 * DIM + 64 * 64 / 3)) as f64 * (prompt * heads) as f64;
-        let kernel = format!("KDA prompt, {heads} heads, {name}");
+        let kernel = format!("KDA prompt, {heads} heads, {name}, {}", of_ranks(ranks));
         report(Row { kernel, rows: prompt, micros, bytes, flops, unit: Unit::Tensor });
     }
     Ok(())
@@ -117,7 +129,7 @@ fn decode(
     cuda: &mut Cuda,
     weights: &KdaWeights<Cuda>,
     cache: &mut CudaCache,
-    [sequences, rows, fold]: [usize; 3],
+    [sequences, rows, fold, ranks]: [usize; 4],
 ) -> Result<Row> {
     let (heads, layers) = (weights.heads, cache.shape.kda_layers);
     let (inner, total) = (heads * DIM, sequences * rows);
@@ -132,7 +144,7 @@ fn decode(
     // State read and written; projections, gates, output; columns of the convolution; records.
     let head = 2 * DIM * DIM + 6 * DIM * rows + 3 * DIM * (TAPS - 1 + rows) + 3 * DIM * (fold + rows - 1);
     Ok(Row {
-        kernel: format!("KDA {sequences} x {rows}, {heads} heads"),
+        kernel: format!("KDA {sequences} x {rows}, {heads} heads, {}", of_ranks(ranks)),
         rows: total,
         micros,
         bytes: 4.0 * (sequences * heads * head) as f64,

@@ -8,8 +8,11 @@ mod attention;
 mod dense;
 mod experts;
 mod kda;
+mod latent;
 mod mhc;
 mod sampler;
+mod slice;
+mod small;
 mod step;
 
 pub use experts::{Chain, expert_chain, random_experts};
@@ -18,16 +21,26 @@ pub use step::{StepParts, step_parts};
 
 use crate::{
     backend::Cuda,
+    compile::Unit as Source,
     graph::Graph,
     launch::{Arguments, File, Grid},
     memory::{Event, Memory},
     types::{BLOCK, CudaMatrix, Kind, require_equal, unique},
+    units::{needs_warpgroups, units},
 };
 
 pub(crate) static FILE: File = File { name: "measure.cu", text: include_str!("../kernels/measure.cu"), constants: &[] };
 
-/// Replays of a graph.
+/// Replays of a graph: usually, and at least where they take long.
 const REPLAYS: usize = 15;
+const FEWEST_REPLAYS: usize = 5;
+
+/// Microseconds that the calls of a graph and all its replays may take, within the numbers above.
+const GRAPH_MICROS: f64 = 6_000.0;
+const REPLAY_MICROS: f64 = 60_000.0;
+
+/// Calls that are made before anything is measured, so that kernels are there and scratch has grown.
+const FIRST_CALLS: usize = 4;
 
 /// What does a kernel's arithmetic.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,7 +54,7 @@ pub enum Unit {
 /// A row of results: one kernel at one size.
 #[derive(Debug, Clone)]
 pub struct Row {
-    /// What was measured, with the sizes other than the rows.
+    /// What was measured, with the sizes other than the rows; a slice of one of several ranks ends with `TP=` and their number.
     pub kernel: String,
     /// Rows of the step (M).
     pub rows: usize,
@@ -69,6 +82,18 @@ pub struct Ceilings {
 }
 
 impl Row {
+    /// Of how many ranks the slice is one's; none where every rank has the whole.
+    pub fn ranks(&self) -> Option<usize> {
+        let (_, number) = self.kernel.rsplit_once("TP=")?;
+        number.split(|c: char| !c.is_ascii_digit()).next()?.parse().ok()
+    }
+
+    /// Width of the middle eight tenths of the replays, over their median.
+    pub fn spread(&self) -> f64 {
+        let [median, low, high] = self.micros;
+        (high - low) / median
+    }
+
     /// Bytes over time in GB/s.
     pub fn gigabytes(&self) -> f64 {
         self.bytes / self.micros[0] / 1e3
@@ -144,23 +169,36 @@ pub fn random_matrix(cuda: &Cuda, out: usize, columns: usize) -> Result<CudaMatr
     Ok(CudaMatrix { kind: Kind::Bf16, out, columns, pitch, data, id: unique() })
 }
 
-/// Runs `calls` of `call(i)` as a graph several times: microseconds a call, median, 10th and 90th percentile.
+/// Runs up to `calls` of `call(i)` as a graph several times: microseconds a call, median, 10th and 90th percentile. Calls that
+/// take long are fewer, at least two where there are as many.
 pub(crate) fn timed(
     cuda: &mut Cuda,
     calls: usize,
     mut call: impl FnMut(&mut Cuda, usize) -> Result<()>,
 ) -> Result<[f64; 3]> {
-    for i in 0..calls {
+    let device = cuda.device().clone();
+    let (start, end) = (Event::new(&device)?, Event::new(&device)?);
+    let first = calls.min(FIRST_CALLS);
+    for i in 0..first {
         call(cuda, i)?;
     }
-    let device = cuda.device().clone();
+    start.record()?;
+    call(cuda, 0)?;
+    end.record()?;
+    end.wait()?;
+    let one = end.micros_since(&start)?.max(1.0);
+    let calls = calls.min(((GRAPH_MICROS / one) as usize).max(2));
+    for i in first..calls {
+        call(cuda, i)?;
+    }
     let mut graph = Graph::capture(&device, || (0..calls).try_for_each(|i| call(cuda, i)))?;
-    for _ in 0..3 {
+    let replays = (REPLAY_MICROS / (one * calls as f64)) as usize;
+    let replays = replays.clamp(FEWEST_REPLAYS, REPLAYS);
+    for _ in 0..replays / FEWEST_REPLAYS {
         graph.launch()?;
     }
-    let (start, end) = (Event::new(&device)?, Event::new(&device)?);
-    let mut times = Vec::with_capacity(REPLAYS);
-    for _ in 0..REPLAYS {
+    let mut times = Vec::with_capacity(replays);
+    for _ in 0..replays {
         start.record()?;
         graph.launch()?;
         end.record()?;
@@ -168,7 +206,7 @@ pub(crate) fn timed(
         times.push(end.micros_since(&start)? / calls as f64);
     }
     times.sort_by(f64::total_cmp);
-    Ok([times[REPLAYS / 2], times[REPLAYS / 10], times[REPLAYS - 1 - REPLAYS / 10]])
+    Ok([times[replays / 2], times[replays / 10], times[replays - 1 - replays / 10]])
 }
 
 /// The read rate: 2 GiB read once.
@@ -230,14 +268,32 @@ pub fn tensor_rate(cuda: &mut Cuda) -> Result<Row> {
 pub type Family = fn(&mut Cuda, &mut dyn FnMut(Row)) -> Result<()>;
 
 /// The families by name.
-pub const FAMILIES: [(&str, Family); 6] = [
+pub const FAMILIES: [(&str, Family); 8] = [
     ("experts", experts::rows),
     ("kda", kda::rows),
     ("mhc", mhc::rows),
     ("attention", attention::rows),
+    ("latent", latent::rows),
     ("dense", dense::rows),
     ("sampler", sampler::rows),
+    ("small", small::rows),
 ];
+
+/// Compiles the kernels that the families launch, in parallel, into the folder of compiled kernels: how many there are. Without a
+/// folder this is of no use.
+///
+/// # Errors
+/// The first that does not compile.
+pub fn prepare(cuda: &Cuda) -> Result<usize> {
+    let mut all: Vec<Source> = Vec::new();
+    for ranks in slice::RANKS {
+        let fresh = units(&slice::slice(ranks)?, false);
+        all.extend(fresh.into_iter().filter(|unit| !all.contains(unit)).collect::<Vec<_>>());
+    }
+    let (major, _) = cuda.device().properties().capability;
+    all.retain(|unit| major == 9 || !needs_warpgroups(unit));
+    Ok(cuda.kernels.prepare(&all)?.len())
+}
 
 fn ceiling(kernel: &str, micros: [f64; 3], bytes: f64, flops: f64) -> Row {
     Row { kernel: kernel.to_owned(), rows: 0, micros, bytes, flops, unit: Unit::Tensor }
