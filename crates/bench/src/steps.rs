@@ -7,7 +7,7 @@
 use std::time::Instant;
 
 use glimmer_checkpoint::inventory::Group;
-use glimmer_model::{Limits, Model, Options};
+use glimmer_model::{Limits, Model, Options, plan::scratch::Largest};
 use glimmer_tensor::{Backend, PAGE_TOKENS, Segment, Step};
 use serde::Serialize;
 
@@ -104,6 +104,7 @@ pub struct StepBench<B: Backend> {
     top: usize,
     experts: usize,
     slot_bytes: f64,
+    int4: bool,
     /// Bytes uploaded, how long loading took, and how long until the first step was done.
     pub loaded: (u64, [f64; 2]),
 }
@@ -156,6 +157,7 @@ impl<B: Backend> StepBench<B> {
             top: text.moe.experts_per_token,
             experts: text.moe.num_experts,
             slot_bytes: 8.0 * kda as f64,
+            int4: source.inventory().tensors().iter().any(|spec| spec.name.ends_with("weight_packed")),
             loaded: (total, [loaded, began.elapsed().as_secs_f64()]),
         })
     }
@@ -163,6 +165,24 @@ impl<B: Backend> StepBench<B> {
     /// The backend.
     pub fn backend(&self) -> &B {
         self.model.backend()
+    }
+
+    /// Bytes that [`glimmer_model::plan`] says the stages of a GPU take beside buffers for the largest of these steps.
+    pub fn planned_scratch(&self) -> u64 {
+        let plan = &self.plan;
+        let most = plan.sequences.iter().copied().max().unwrap_or(1) * plan.rows;
+        Largest {
+            text: self.model.config(),
+            vision: None,
+            patches: 0,
+            ranks: 1,
+            rows: most.max(plan.prefill).max(plan.context.min(CHUNK)),
+            logits: most,
+            context: plan.context + plan.rows,
+            draft_layer: false,
+            int4: self.int4,
+        }
+        .total()
     }
 
     /// Measures all steps, reporting each as it is done; with their parts when `parts`.

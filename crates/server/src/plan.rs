@@ -12,7 +12,8 @@ pub use request::{HELP, PlanRequest};
 use glimmer_checkpoint::{Config, Inventory, TextConfig};
 use glimmer_model::{
     Limits, cache_shape,
-    plan::{Elements, Needs, Ranks, Wish, vllm},
+    plan::{Elements, Needs, Ranks, Wish, scratch::Largest, vllm},
+    vision::Processor,
 };
 use glimmer_tensor::PAGE_TOKENS;
 
@@ -78,12 +79,13 @@ pub fn plan(config: &Config, request: &PlanRequest, mut settings: Settings) -> R
     };
     let needs = Needs::of(&wish);
     let reserve = if gpu { GPU_RESERVE_BYTES } else { 0 };
+    let scratch = if gpu { scratch(&wish, &serve) } else { 0 };
     let usable = match host {
         _ if gpu => (device_bytes as f64 * serve.memory_share) as u64,
         Some((_, free)) => free,
         None => device_bytes,
     };
-    let fixed = needs.fixed() + reserve;
+    let fixed = needs.fixed() + reserve + scratch;
     let ask = sizing::Wish {
         sequences,
         sequences_given: serve.max_num_seqs_given,
@@ -131,6 +133,7 @@ pub fn plan(config: &Config, request: &PlanRequest, mut settings: Settings) -> R
         device_bytes,
         usable_bytes: usable,
         reserve_bytes: reserve,
+        scratch_bytes: scratch,
         max_num_seqs: sequences,
         max_num_batched_tokens: max_rows as u64,
         max_model_len: tokens,
@@ -159,7 +162,7 @@ pub(crate) fn device_budget(
     let inventory = inventory.unwrap_or_else(|| Inventory::bf16(config));
     let count = |number: Option<u64>| usize::try_from(number.unwrap_or(1)).unwrap_or(usize::MAX);
     let max_rows = count(serve.max_num_batched_tokens);
-    let needs = Needs::of(&Wish {
+    let wish = Wish {
         config,
         inventory: &inventory,
         ranks: Ranks { count: 1, whole_experts: false },
@@ -169,10 +172,35 @@ pub(crate) fn device_budget(
         max_logits: count(serve.max_num_seqs).saturating_mul(depth + 1).min(max_rows),
         max_draft: depth,
         elements,
-    });
+    };
+    let needs = Needs::of(&wish);
     let usable = ((total as f64 * serve.memory_share) as u64).min(free);
-    let budget = gpu_budget(serve.cache_bytes, usable, needs.fixed() + GPU_RESERVE_BYTES).map_err(SizeError::Device)?;
+    let fixed = needs.fixed() + GPU_RESERVE_BYTES + scratch(&wish, serve);
+    let budget = gpu_budget(serve.cache_bytes, usable, fixed).map_err(SizeError::Device)?;
     Ok((budget, UnitBytes { slot: needs.slot.total(), page: needs.page, page_tokens: PAGE_TOKENS as u64 }))
+}
+
+/// Bytes that a GPU's stages take beside the activations of the largest step.
+fn scratch(wish: &Wish<'_>, serve: &ServeConfig) -> u64 {
+    let text = &wish.config.text;
+    let pictures = !serve.text_only && serve.options.max_images + serve.options.max_videos > 0;
+    let vision = wish.config.vision.as_ref().filter(|_| pictures);
+    let side = vision.map_or(0, |vision| vision.spatial_merge_size);
+    Largest {
+        text,
+        vision,
+        patches: Processor::default().max_tokens * side * side,
+        ranks: wish.ranks.count,
+        rows: wish.max_rows,
+        logits: wish.max_logits,
+        context: match serve.max_model_len {
+            Some(MaxModelLen::Tokens(tokens)) => tokens.min(text.max_position_embeddings),
+            _ => text.max_position_embeddings,
+        },
+        draft_layer: wish.draft_layer,
+        int4: is_w4a16(wish.config) || wish.inventory.tensors().iter().any(|t| t.name.ends_with(".weight_packed")),
+    }
+    .total()
 }
 
 fn fit(spent: Result<Sizes, String>) -> Fit {
@@ -216,7 +244,7 @@ fn too_large_for_host(fixed: u64, free: u64) -> String {
 
 fn too_large(fixed: u64, usable: u64) -> String {
     format!(
-        "weights, activations and reserve take {} of each device and {} are usable; use more ranks (--tensor-parallel-size), \
+        "weights, activations, scratch and reserve take {} of each device and {} are usable; use more ranks (--tensor-parallel-size), \
          a larger --gpu-memory-utilization or a smaller --max-num-batched-tokens",
         gib(fixed),
         gib(usable)

@@ -22,6 +22,11 @@ trait Measured: Backend {
         Insight::none()
     }
 
+    /// Bytes that its stages have taken beside the buffers, where it takes any.
+    fn scratch(&self) -> Option<usize> {
+        None
+    }
+
     /// Bytes a second that it reads from memory, and operations a second, measured now.
     fn ceilings(&mut self) -> anyhow::Result<Option<(f64, f64)>> {
         Ok(None)
@@ -42,6 +47,10 @@ impl Measured for glimmer_cuda::Cuda {
                 Ok(parts.map(|p| Parts { whole: p.whole, apart: p.apart, nothing: p.nothing, kernels: p.kernels }))
             },
         }
+    }
+
+    fn scratch(&self) -> Option<usize> {
+        Some(self.scratch_bytes())
     }
 
     fn ceilings(&mut self) -> anyhow::Result<Option<(f64, f64)>> {
@@ -122,5 +131,9 @@ fn measure<B: Measured>(
         }
         let _later = printed.and_then(|()| out.flush());
     })?;
+    if let Some(taken) = bench.backend().scratch() {
+        let (taken, planned) = (taken as f64 / 1e9, bench.planned_scratch() as f64 / 1e9);
+        writeln!(out, "scratch of the stages: {taken:.2} GB taken, {planned:.2} GB planned")?;
+    }
     Ok(rows)
 }

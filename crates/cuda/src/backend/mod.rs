@@ -142,6 +142,11 @@ impl Cuda {
         &self.kernels
     }
 
+    /// Bytes of all scratch that the stages have taken so far; `glimmer_model::plan::scratch` says beforehand how many they may be.
+    pub fn scratch_bytes(&self) -> usize {
+        self.scratch.values().map(Memory::bytes).sum()
+    }
+
     /// Address of scratch for `what`, at least `bytes` long, with any content.
     pub(crate) fn scratch(&mut self, what: &'static str, bytes: usize) -> Result<u64> {
         Ok(self.scratch_memory(what, bytes)?.address())

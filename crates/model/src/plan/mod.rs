@@ -5,6 +5,7 @@
 //! activations of one step, a reserve for the driver, and two arenas, slots and pages, made of what is left.
 //! Invariant: what a plan says fits is what a load with its [`Limits`] allocates, up to the allocator's own overhead.
 
+pub mod scratch;
 mod share;
 pub mod vllm;
 

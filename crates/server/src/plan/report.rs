@@ -22,6 +22,8 @@ pub struct Report {
     pub usable_bytes: u64,
     /// What is left to the driver and the program.
     pub reserve_bytes: u64,
+    /// What the stages of a GPU take beside the activations.
+    pub scratch_bytes: u64,
     /// Sequences asked for.
     pub max_num_seqs: u64,
     /// Most tokens of a step.
@@ -121,6 +123,7 @@ impl Report {
         }
         line(0, &format!("activations of {} rows", self.max_num_batched_tokens), &size(self.needs.activations));
         if gpu {
+            line(0, "scratch of the stages", &size(self.scratch_bytes));
             line(0, "reserve", &size(self.reserve_bytes));
         }
         let default = if self.cache_by_default { "cache (the CPU's default)" } else { "cache" };
@@ -206,6 +209,7 @@ impl Report {
             "weights_bytes": self.needs.weights_total(),
             "weights": weights,
             "activations_bytes": self.needs.activations,
+            "scratch_bytes": self.scratch_bytes,
             "reserve_bytes": self.reserve_bytes,
             "cache_bytes": self.cache_bytes,
             "slot_bytes": slot.total(),

@@ -20,7 +20,8 @@ fn one_card_is_too_small_and_four_fit() {
     assert!(!one.fits());
     let text = one.to_text();
     assert!(
-        text.contains("does not fit: weights, activations and reserve take") && text.contains("--tensor-parallel-size"),
+        text.contains("does not fit: weights, activations, scratch and reserve take")
+            && text.contains("--tensor-parallel-size"),
         "{text}"
     );
     let four = made(&format!("--as-w4a16 -tp 4 --max-num-seqs 256 --max-model-len 262144 {MTP}")).expect("a plan");
@@ -31,10 +32,45 @@ fn one_card_is_too_small_and_four_fit() {
     assert!(concurrency >= 1.0);
     let used = four.needs.fixed()
         + four.reserve_bytes
+        + four.scratch_bytes
         + (sequences + checkpoints) * four.needs.slot.total()
         + pages * four.needs.page;
     assert!(used <= four.usable_bytes && four.usable_bytes - used < four.needs.page);
     assert_eq!(four.to_json()["fit"]["pages"], pages);
+    assert_eq!(four.to_json()["scratch_bytes"], four.scratch_bytes);
+}
+
+/// What stages take for a prompt of 8192 rows is gigabytes; left out, the cache would be given them and the first such prompt
+/// would find no memory.
+#[test]
+fn scratch_is_planned_as_the_server_plans_it() {
+    let report = made(&format!("--as-w4a16 -tp 4 --max-num-batched-tokens 8192 {MTP}")).expect("a plan");
+    assert!(
+        report.scratch_bytes > 1 << 30 && report.to_text().contains("scratch of the stages"),
+        "{}",
+        report.to_text()
+    );
+    let fewer =
+        made(&format!("--as-w4a16 -tp 4 --max-num-seqs 64 --max-num-batched-tokens 256 {MTP}")).expect("a plan");
+    let blind =
+        made(&format!("--as-w4a16 -tp 4 --max-num-batched-tokens 8192 --language-model-only {MTP}")).expect("a plan");
+    assert!(fewer.scratch_bytes < report.scratch_bytes && blind.scratch_bytes < report.scratch_bytes);
+    let host = made("--as-w4a16 --device cpu --device-memory 400 --max-model-len 8192").expect("a plan");
+    assert_eq!(host.scratch_bytes, 0);
+    // One device: the server's budget is the plan's.
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16/config.json");
+    let config = Config::from_file(path).expect("the model's configuration");
+    let flags: Vec<String> = ["--device", "cuda", "--gpu-memory-utilization", "0.5"].map(str::to_owned).to_vec();
+    let parse = || Settings::parse(&flags, &|_| None, &|_| Err(std::io::Error::other("no files"))).expect("flags");
+    let request = PlanRequest { device_bytes: Some(80 << 30), ..PlanRequest::default() };
+    let planned = plan(&config, &request, parse()).expect("a plan");
+    let (mut settings, text) = (parse(), &config.text);
+    let mut serve = ServeConfig::new(&settings).expect("flags");
+    let device = Device::Cuda { memory_gib: 80.0, count: 1 };
+    serve.resolve(&mut settings, &ModelShape::of_text(text), device).expect("flags");
+    let memory = (80 << 30, 80 << 30);
+    let (budget, _) = device_budget(&config, &serve, 0, memory, gpu_elements(text, true)).expect("a budget");
+    assert_eq!(budget, planned.cache_bytes);
 }
 
 #[test]
