@@ -6,7 +6,7 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use glimmer_checkpoint::{Bytes, Config, Inventory, TensorData, dummy};
+use glimmer_checkpoint::{Bytes, Config, Inventory, TensorData, TensorSpec, dummy};
 use glimmer_model::Error;
 use glimmer_model::weights::Source;
 use serde_json::Value;
@@ -16,7 +16,10 @@ use crate::error::BenchError;
 /// A source of random weights. Tensors whose names differ in numbers alone (layers, experts) share one copy on the host.
 #[derive(Debug)]
 pub struct DummySource {
+    /// The text of `config`.
+    text: String,
     config: Config,
+    seed: u64,
     inventory: Inventory,
     made: Mutex<HashMap<String, Bytes>>,
     /// What INT4 codes are, in turn, and where the next ones begin.
@@ -36,7 +39,24 @@ impl DummySource {
         };
         let config = Config::parse(&text).map_err(|error| failed(&error))?;
         let inventory = if int4 { Inventory::w4a16(&config) } else { Ok(Inventory::bf16(&config)) };
-        Ok(Self { inventory: inventory.map_err(|error| failed(&error))?, config, made: Mutex::default(), codes: None })
+        let inventory = inventory.map_err(|error| failed(&error))?;
+        Ok(Self { inventory, text, config, seed: 0, made: Mutex::default(), codes: None })
+    }
+
+    /// Other weights: equal seeds give equal ones.
+    #[must_use]
+    pub fn seeded(self, seed: u64) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// The `config.json` of what is made: layers beyond the wanted ones are cut.
+    pub fn config_text(&self) -> &str {
+        &self.text
+    }
+
+    /// Bytes of all tensors.
+    pub fn bytes(&self) -> u64 {
+        self.inventory.tensors().iter().map(TensorSpec::bytes).sum()
     }
 
     /// Takes INT4 codes from `bytes`, other ones for every tensor as long as there are: a mapped file shows how fast a checkpoint
@@ -118,7 +138,7 @@ impl Source for DummySource {
         let kind: String =
             name.chars().filter(|c| !c.is_ascii_digit()).chain(format!("{:?}", spec.shape).chars()).collect();
         let mut made = self.made.lock().unwrap_or_else(PoisonError::into_inner);
-        let bytes = made.entry(kind).or_insert_with(|| Bytes::new(dummy(spec, 0))).clone();
+        let bytes = made.entry(kind).or_insert_with(|| Bytes::new(dummy(spec, self.seed))).clone();
         Ok(of(bytes))
     }
 }

@@ -21,6 +21,7 @@ use glimmer_checkpoint::Checkpoint;
 use glimmer_model::{
     Model,
     vision::{Patches, VisionTower},
+    weights::Source,
 };
 use glimmer_tensor::{Backend, PAGE_TOKENS, Samples};
 use sha2::{Digest as _, Sha256};
@@ -100,6 +101,19 @@ impl<B: Backend> Generator<B> {
     /// [`EngineError::Setting`] for settings that cannot work, [`EngineError::Model`] when the checkpoint does not hold what
     /// its configuration says.
     pub fn load(backend: B, checkpoint: &Checkpoint, settings: &Settings) -> Result<Self, EngineError> {
+        Self::load_from(backend, checkpoint, checkpoint, settings)
+    }
+
+    /// As [`Generator::load`], with weights of another source of the same configuration.
+    ///
+    /// # Errors
+    /// As [`Generator::load`].
+    pub fn load_from(
+        backend: B,
+        checkpoint: &Checkpoint,
+        weights: &dyn Source,
+        settings: &Settings,
+    ) -> Result<Self, EngineError> {
         let (limits, options, rules) = settings.resolve(checkpoint)?;
         let text = &checkpoint.config().text;
         let share = match settings.index_sharing {
@@ -112,7 +126,7 @@ impl<B: Backend> Generator<B> {
             judge = judge.with_synthetic(acceptance.clone());
         }
         let pools = Pools::new(settings.sequences, settings.checkpoints(), rules.pages);
-        let tower = VisionTower::load(&backend, checkpoint)?;
+        let tower = VisionTower::load(&backend, weights)?;
         Ok(Self {
             answers: AnswerRules {
                 vocabulary: rules.vocabulary,
@@ -148,7 +162,7 @@ impl<B: Backend> Generator<B> {
             poisoned: false,
             ended: 0.0,
             recorder: None,
-            model: Model::load(backend, checkpoint, limits, options)?,
+            model: Model::load(backend, weights, limits, options)?,
         })
     }
 

@@ -12,6 +12,7 @@ use glimmer_engine::settings::{DraftSampling, IndexSharing, Settings};
 use glimmer_engine::synthetic::SyntheticAcceptance;
 use glimmer_engine::worker::{EventSink, Facts, Refused, Worker, WorkerSettings};
 use glimmer_engine::{EngineError, Generator};
+use glimmer_model::weights::Source;
 use glimmer_model::{Limits, cache_shape};
 use glimmer_tensor::cpu::CpuCache;
 use glimmer_tensor::{Backend, PAGE_TOKENS};
@@ -140,7 +141,21 @@ pub enum Memory {
     },
 }
 
-/// Loads a checkpoint onto the device that `open` opens.
+/// Weights that are not the checkpoint's.
+pub struct Weights {
+    /// Where they come from.
+    pub source: Box<dyn Source + Send>,
+    /// Their size.
+    pub bytes: u64,
+}
+
+impl std::fmt::Debug for Weights {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Weights").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+/// Loads a checkpoint onto the device that `open` opens, with other weights where there are `weights`.
 ///
 /// # Errors
 /// [`LoadError`].
@@ -148,10 +163,12 @@ pub fn load<B: Backend + 'static>(
     memory: Memory,
     open: impl FnOnce() -> Result<B, BoxedError>,
     checkpoint: Checkpoint,
+    weights: Option<Weights>,
     config: &ServeConfig,
 ) -> Result<Loaded, LoadError> {
     let depth = depth(&checkpoint, config)?;
-    let sizes = sizes(&checkpoint, config, depth, memory)?;
+    let bytes = weights.as_ref().map_or_else(|| stored_bytes(&checkpoint), |weights| weights.bytes);
+    let sizes = sizes(&checkpoint, bytes, config, depth, memory)?;
     // Files are read before weights: what is wrong with them shows at once.
     let mut model = Model::open(&checkpoint, config, length(sizes.length), None)?;
     let settings = settings(&checkpoint, config, &sizes, depth, model.format.tokenizer())?;
@@ -161,9 +178,13 @@ pub fn load<B: Backend + 'static>(
     let backend = open().map_err(LoadError::Device)?;
     let load = move || {
         let began = std::time::Instant::now();
-        let mut generator = Generator::load(backend, &checkpoint, &settings)?;
+        let source: &dyn Source = match &weights {
+            Some(weights) => &*weights.source,
+            None => &checkpoint,
+        };
+        let mut generator = Generator::load_from(backend, &checkpoint, source, &settings)?;
         let seconds = began.elapsed().as_secs_f64();
-        let gigabytes = stored_bytes(&checkpoint) as f64 / 1e9;
+        let gigabytes = bytes as f64 / 1e9;
         tracing::info!("Loaded {gigabytes:.3} GB in {seconds:.2} s ({:.1} GB/s)", gigabytes / seconds);
         if let Some(file) = record {
             generator.record(Path::new(&file), tokenizer.as_deref())?;
@@ -214,7 +235,13 @@ fn depth(checkpoint: &Checkpoint, config: &ServeConfig) -> Result<usize, LoadErr
 }
 
 /// What the memory holds.
-fn sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize, memory: Memory) -> Result<Sizes, SizeError> {
+fn sizes(
+    checkpoint: &Checkpoint,
+    weights: u64,
+    config: &ServeConfig,
+    depth: usize,
+    memory: Memory,
+) -> Result<Sizes, SizeError> {
     let text = &checkpoint.config().text;
     let wish = Wish {
         sequences: config.max_num_seqs.unwrap_or(1),
@@ -233,7 +260,6 @@ fn sizes(checkpoint: &Checkpoint, config: &ServeConfig, depth: usize, memory: Me
                 page: CpuCache::page_bytes(&shape) as u64,
                 page_tokens: PAGE_TOKENS as u64,
             };
-            let weights = stored_bytes(checkpoint);
             spend(cpu_budget(config.cache_bytes, config.memory_share_given, weights, host_memory())?, unit, &wish)?
         }
         Memory::Device { free, total, halves } => {

@@ -7,10 +7,14 @@ use std::{
 };
 
 use anyhow::Context as _;
-use glimmer_checkpoint::{Checkpoint, SynthOptions};
+use glimmer_bench::dummy::DummySource;
+use glimmer_checkpoint::{
+    Bytes, Checkpoint, Config,
+    scheme::{Scheme, quantization_config, with_quantization_config},
+};
 use glimmer_server::{
     flags::{Device, FlagError, ModelShape, ServeConfig, Settings, help},
-    live::{LoadError, Memory},
+    live::{LoadError, Memory, Weights},
     port::{Port, bind},
     start::{Loaded, StartError},
     tls::Tls,
@@ -63,14 +67,15 @@ pub(super) fn read_flags(arguments: &[String], threads: Option<u16>) -> Result<(
 /// Says what is wrong with the flags.
 fn refuse(error: &FlagError) -> anyhow::Result<ExitCode> {
     let hint =
-        if matches!(error, FlagError::Usage(_)) { "\nusage: glimmer serve [MODEL] [FLAGS]; see --help" } else { "" };
-    writeln!(anstream::stderr(), "{error}{hint}")?;
+        if matches!(error, FlagError::Usage(_)) { "usage: glimmer serve [MODEL] [FLAGS]; see --help\n" } else { "" };
+    crate::failure::print(&error.clone().into());
+    write!(anstream::stderr(), "{hint}")?;
     Ok(ExitCode::from(error.exit_code()))
 }
 
 /// Prints every setting with its origin. A model that is not here leaves those open that depend on it.
 fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<ExitCode> {
-    let opened = open::model(config.model.as_deref().map(Path::new));
+    let opened = checkpoint(&config).map(|(checkpoint, _)| checkpoint);
     let (device, _) = device(&place(&config)?)?;
     match &opened {
         Ok(checkpoint) => {
@@ -125,8 +130,8 @@ pub(super) struct Prepared {
     place: Place,
     memory: Memory,
     checkpoint: Checkpoint,
-    /// Files that are needed until the model is loaded.
-    scratch: Option<Scratch>,
+    /// Weights other than the checkpoint's.
+    weights: Option<Weights>,
     threads: usize,
 }
 
@@ -136,7 +141,7 @@ impl Prepared {
         #[allow(unused_mut, reason = "only a GPU is told what it will compile")]
         let mut place = place(&config)?;
         let (device, memory) = device(&place)?;
-        let (checkpoint, scratch) = checkpoint(&config)?;
+        let (checkpoint, weights) = checkpoint(&config)?;
         #[cfg(feature = "cuda")]
         if let Place::Cuda(gpu) = &mut place {
             gpu.compile_ahead(checkpoint.config());
@@ -147,7 +152,7 @@ impl Prepared {
             tracing::warn!("{note}");
         }
         let threads = config.threads.unwrap_or_else(|| open::threads(None));
-        Ok(Self { config, place, memory, checkpoint, scratch, threads })
+        Ok(Self { config, place, memory, checkpoint, weights, threads })
     }
 
     /// Where it computes.
@@ -157,12 +162,10 @@ impl Prepared {
 
     /// Loads the model.
     pub(super) fn load(self) -> Result<Loaded, LoadError> {
-        let Self { config, place, memory, checkpoint, scratch, threads } = self;
+        let Self { config, place, memory, checkpoint, weights, threads } = self;
         on_device!(place, open => {
             let open = || open(threads).map_err(Into::into);
-            let loaded = glimmer_server::live::load(memory, open, checkpoint, &config);
-            drop(scratch);
-            loaded
+            glimmer_server::live::load(memory, open, checkpoint, weights, &config)
         })
     }
 }
@@ -214,44 +217,45 @@ const WORKERS: usize = 2;
 /// Threads for templates, pictures and grammars; each may hold a picture's pixels.
 const BLOCKING: usize = 16;
 
-/// The model; with `--load-format dummy` random weights for its configuration, in files that are needed until it is loaded.
-fn checkpoint(config: &ServeConfig) -> anyhow::Result<(Checkpoint, Option<Scratch>)> {
+/// The model; with `--load-format dummy` the files of its directory and weights that are made when they are loaded.
+fn checkpoint(config: &ServeConfig) -> anyhow::Result<(Checkpoint, Option<Weights>)> {
     let directory = config.model.as_deref().map(Path::new);
     match directory.filter(|_| config.dummy_weights) {
         None => Ok((open::model(directory)?, None)),
         Some(directory) => {
-            let (checkpoint, scratch) = invented(directory, config.seed)?;
-            Ok((checkpoint, Some(scratch)))
+            let (checkpoint, source) = invented(directory, config)?;
+            let bytes = source.bytes();
+            Ok((checkpoint, Some(Weights { source: Box::new(source), bytes })))
         }
     }
 }
 
-/// A directory that goes away with its guard; files that are mapped stay readable.
-pub(super) struct Scratch(PathBuf);
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        if let Err(error) = std::fs::remove_dir_all(&self.0) {
-            tracing::warn!(%error, path = %self.0.display(), "left behind");
-        }
+/// Weights invented for the configuration in `directory`, and a checkpoint without any whose other files are those there.
+fn invented(directory: &Path, config: &ServeConfig) -> anyhow::Result<(Checkpoint, DummySource)> {
+    /// A shard without tensors.
+    const EMPTY: &[u8] = b"\x08\0\0\0\0\0\0\0{}      ";
+    let path = directory.join("config.json");
+    let mut text = open::text(&path)?;
+    let parsed = Config::parse(&text).with_context(|| path.display().to_string())?;
+    if config.dummy_int4 {
+        text = with_quantization_config(&text, &quantization_config(&parsed, Scheme::default()))?;
     }
-}
-
-/// Weights invented for the configuration in `directory`, whose other files are taken as they are.
-fn invented(directory: &Path, seed: i64) -> anyhow::Result<(Checkpoint, Scratch)> {
-    let text = open::text(&directory.join("config.json"))?;
-    let scratch = Scratch(std::env::temp_dir().join(format!("glimmer-dummy-{}", std::process::id())));
-    let options = SynthOptions { seed: seed.unsigned_abs(), ..SynthOptions::default() };
-    glimmer_checkpoint::synth(&text, &scratch.0, options, &mut |_, _| ())?;
+    let stated = parsed.quantization.as_ref().is_some_and(|block| block["quant_method"] == "compressed-tensors");
+    let source = DummySource::new(&text, config.dummy_layers, config.dummy_int4 || stated)?;
+    let source = source.seeded(config.seed.unsigned_abs());
+    let made = source.config_text().as_bytes().to_vec();
+    let mut files =
+        vec![("config.json".to_owned(), Bytes::new(made)), ("model.safetensors".to_owned(), Bytes::new(EMPTY))];
     for entry in std::fs::read_dir(directory).with_context(|| format!("cannot list {}", directory.display()))? {
         let path = entry?.path();
         let kind = path.extension().and_then(|kind| kind.to_str()).unwrap_or_default();
-        let name = path.file_name().unwrap_or_default();
-        let made = ["config.json", "model.safetensors.index.json"].iter().any(|made| name == *made);
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let made = ["config.json", "model.safetensors.index.json"].contains(&name.as_str());
         if ["json", "jinja"].contains(&kind) && !made {
-            std::fs::copy(&path, scratch.0.join(name)).with_context(|| format!("cannot copy {}", path.display()))?;
+            let content = std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?;
+            files.push((name, Bytes::new(content)));
         }
     }
-    let checkpoint = Checkpoint::open(&scratch.0)?.located(format!("{} with invented weights", directory.display()));
-    Ok((checkpoint, scratch))
+    let checkpoint = Checkpoint::from_files(files)?.located(format!("{} with invented weights", directory.display()));
+    Ok((checkpoint, source))
 }

@@ -71,6 +71,13 @@ pub(super) fn flags(config: &ServeConfig, settings: &Settings) -> Result<(), Fla
     {
         return conflict(format!("--max-num-batched-tokens {tokens} must not be below --max-num-seqs {seqs}"));
     }
+    if let Some(name) = ["dummy-layers", "quantization"].into_iter().find(|name| settings.is_given(name))
+        && !config.dummy_weights
+    {
+        return conflict(format!(
+            "--{name} is for --load-format dummy; weights that are read have the layers and the form that config.json says"
+        ));
+    }
     tls(settings)?;
     let backend = settings.value("attention-backend").as_str().unwrap_or("auto");
     if backend != "auto" && !FOREIGN_BACKENDS.contains(&backend) {

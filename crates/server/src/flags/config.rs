@@ -21,6 +21,10 @@ pub struct ServeConfig {
     pub tokenizer: Option<String>,
     /// Invent the weights.
     pub dummy_weights: bool,
+    /// Decoder layers of invented weights; `None` is all.
+    pub dummy_layers: Option<usize>,
+    /// Invent INT4 experts whatever the configuration says.
+    pub dummy_int4: bool,
     /// Seed of the engine.
     pub seed: i64,
     /// Most tokens of prompt and answer; `None` is the model's.
@@ -164,6 +168,8 @@ impl ServeConfig {
             served_names: read.texts("served-model-name"),
             tokenizer: read.text("tokenizer"),
             dummy_weights: settings.value("load-format") == "dummy",
+            dummy_layers: read.count("dummy-layers").and_then(|count| usize::try_from(count).ok()),
+            dummy_int4: settings.is_given("quantization"),
             seed: settings.value("seed").as_i64().unwrap_or(0),
             max_model_len: settings.value("max-model-len").as_i64().map(|tokens| match usize::try_from(tokens) {
                 Ok(tokens) => MaxModelLen::Tokens(tokens),

@@ -72,6 +72,11 @@ pub const FLAGS: &[Flag] = &[
     flag("trust-remote-code", Switch, "false", "accepted; no code of a model is ever run"),
     flag("dtype", Word(&["auto", "bfloat16"]), "\"auto\"", "type of the activations' checkpoint"),
     flag("load-format", Word(&["auto", "dummy", "safetensors"]), "\"auto\"", "read the weights, or invent them"),
+    flag("dummy-layers", Int(1, 1024), "null", "decoder layers of invented weights: the first ones; all if absent"),
+    alias(
+        flag("quantization", Word(&["compressed-tensors"]), "null", "invent INT4 experts; else what config.json says"),
+        &["-q"],
+    ),
     flag("seed", Int(0, MOST), "0", "seed of requests that bring none"),
     flag("max-model-len", Size(-1, MOST), "null", "most tokens of prompt and answer; auto is what fits"),
     flag("language-model-only", Switch, "false", "leave the vision tower out"),
