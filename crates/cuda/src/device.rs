@@ -22,6 +22,9 @@ use crate::error::{CudaError, Result};
 /// Oldest compute capability that the kernels run on.
 const OLDEST: i32 = 8;
 
+/// Oldest interface of a driver that runs what the compiler of CUDA 13.0 makes.
+const OLDEST_DRIVER: i32 = 13_000;
+
 /// A device with a context and a stream; clones share it.
 #[derive(Debug, Clone)]
 pub struct Device {
@@ -107,9 +110,13 @@ impl Device {
     /// Opens device `ordinal`.
     ///
     /// # Errors
-    /// [`CudaError::NoDriver`], [`CudaError::NoDevice`], [`CudaError::Architecture`], or what the driver says.
+    /// [`CudaError::NoDriver`], [`CudaError::OldDriver`], [`CudaError::NoDevice`], [`CudaError::Architecture`], or what the driver
+    /// says.
     pub fn open(ordinal: usize) -> Result<Self> {
         let (driver, found) = visible()?;
+        if driver < OLDEST_DRIVER {
+            return Err(CudaError::OldDriver { found: driver, needed: OLDEST_DRIVER });
+        }
         if ordinal >= found {
             return Err(CudaError::NoDevice { ordinal, found });
         }
@@ -236,7 +243,7 @@ pub(crate) fn check(call: &'static str, code: sys::CUresult) -> Result<()> {
     if code == sys::CUresult::CUDA_SUCCESS {
         return Ok(());
     }
-    Err(CudaError::Driver { call, code: format!("{code:?}") })
+    Err(CudaError::of_call(call, format!("{code:?}")))
 }
 
 /// The message of a panic.

@@ -1,6 +1,9 @@
 //! A worker on the micro model: events, aborts, limits, the end, and death with a reason.
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
+#[path = "../../server/tests/support/hollow.rs"]
+mod hollow;
+
 use std::{
     path::PathBuf,
     sync::{
@@ -151,6 +154,40 @@ fn a_panic_ends_every_request_with_the_reason() {
         "{end:?}"
     );
     assert!(worker.snapshot().dead.unwrap().contains("a defect for this test"));
+    worker.shutdown();
+}
+
+/// A device that is lost in a step ends what runs and what waits with the reason, and takes nothing new.
+#[test]
+fn an_error_of_a_step_ends_every_request_with_the_reason() {
+    let mut steps = 0;
+    let begin = move || {
+        steps += 1;
+        let lost = "the device was lost (cuStreamSynchronize: CUDA_ERROR_ECC_UNCORRECTABLE)";
+        if steps < 20 { Ok(()) } else { Err(glimmer_tensor::Error::Device(lost.into())) }
+    };
+    let load = move || {
+        let path = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16"));
+        let settings = Settings { sequences: 1, context: Some(512), ..Settings::default() };
+        Generator::load(hollow::Hollow(Box::new(begin)), &Checkpoint::open(path).unwrap(), &settings)
+    };
+    let (worker, _) = Worker::spawn(load, WorkerSettings::default()).unwrap();
+    let (_, running) = submit(&worker, request(20, 450));
+    running.recv().unwrap();
+    // The only slot is taken: this one waits. Where the device is lost already, it is refused.
+    let (sink, waiting) = channel();
+    let taken = worker.submit(request(5, 5), None, Box::new(Events(sink)));
+    let lost = |finish: &FinishReason| matches!(finish, FinishReason::Error(RequestError::Internal(text)) if text.contains("ECC_UNCORRECTABLE"));
+    assert!(lost(&collect(&running).finish));
+    match taken {
+        Ok(_) => assert!(lost(&collect(&waiting).finish)),
+        Err(refused) => assert!(matches!(refused, Refused::Dead(_)), "{refused:?}"),
+    }
+    let reason = worker.snapshot().dead.unwrap();
+    assert!(reason.contains("the device was lost"), "{reason}");
+    let refused = worker.submit(request(5, 5), None, Box::new(Events(channel().0))).unwrap_err();
+    assert!(matches!(&refused, Refused::Dead(text) if text.contains("the device was lost")), "{refused:?}");
+    // What the thread left behind does not keep anyone.
     worker.shutdown();
 }
 

@@ -228,10 +228,21 @@ async fn a_lost_device_fails_what_runs_and_ends_the_server() {
         let body = json!({"model": "micro", "messages": user("x"), "max_tokens": 100, "ignore_eos": true});
         support::post("/v1/chat/completions", &body.to_string())
     };
+    let streamed = async {
+        let body =
+            json!({"model": "micro", "messages": user("x"), "max_tokens": 100, "ignore_eos": true, "stream": true});
+        let request = support::post("/v1/chat/completions", &body.to_string());
+        let answer = router(Arc::clone(&app)).oneshot(request).await.unwrap();
+        let status = answer.status().as_u16();
+        let bytes = axum::body::to_bytes(answer.into_body(), usize::MAX).await.unwrap();
+        (status, String::from_utf8_lossy(&bytes).into_owned())
+    };
     assert_eq!(send(get("/health")).await, 200);
-    let both = tokio::join!(send(chat()), send(chat()));
-    // What runs fails; a request that arrives only after the loss is refused.
-    assert!([(500, 500), (500, 503), (503, 500)].contains(&both), "{both:?}");
+    let (first, second, (status, stream)) = tokio::join!(send(chat()), send(chat()), streamed);
+    // What runs fails, a stream in its last event; a request that arrives only after the loss is refused.
+    assert!([500, 503].contains(&first) && [500, 503].contains(&second), "{first} {second}");
+    assert!(status == 503 || status == 500 || status == 200 && stream.contains("\"code\":500"), "{status}: {stream}");
+    assert!([first, second, status].iter().any(|&status| status != 503), "something ran when the device was lost");
     assert_eq!(send(get("/health")).await, 503);
     assert_eq!(send(chat()).await, 503);
     let ended = serve(app, bind(Some("127.0.0.1"), 0).unwrap(), std::future::pending()).await;
