@@ -23,12 +23,24 @@ pub enum Error {
     Tensor(#[from] glimmer_tensor::Error),
     /// A weight or an activation is NaN or infinite.
     #[error(
-        "`{what}`, row {row}, column {col}: expected a finite value, found NaN or infinity; the source is damaged or the calibration data overflows, nothing was averaged into the statistics"
+        "`{what}`, row {row}, column {col}: expected a finite value, found NaN or infinity; the source is damaged: get the shard that holds this tensor anew, compare its hash with the publisher's, and begin again in another directory"
     )]
     NonFinite {
-        /// Tensor, or the activations in question.
+        /// The tensor.
         what: String,
         /// Row.
+        row: usize,
+        /// Column.
+        col: usize,
+    },
+    /// An activation is NaN or infinite; nothing was averaged into the statistics.
+    #[error(
+        "{what}, row {row}, column {col}: expected a finite value, found NaN or infinity; a weight in front of it is damaged (the warnings of the copies name tensors with such values: get those shards anew) or this calibration sample overflows (leave it out)"
+    )]
+    NonFiniteActivation {
+        /// The activations in question.
+        what: String,
+        /// Row: a token of the calibration data, counted over all samples.
         row: usize,
         /// Column.
         col: usize,
@@ -83,6 +95,17 @@ pub enum Error {
         path: PathBuf,
         /// What is in it.
         found: String,
+    },
+    /// Source and artifact would lie one inside the other.
+    #[error(
+        "the artifact `{}` and its source `{source_path}` would lie one inside the other; give a directory outside the source",
+        path.display()
+    )]
+    Nested {
+        /// The artifact's directory.
+        path: PathBuf,
+        /// The source's.
+        source_path: String,
     },
     /// Another run is at work in the directory.
     #[error("`{}` is being written by another run; wait until it has ended, or give another directory", path.display())]

@@ -272,7 +272,11 @@ impl LayerWork<'_> {
             rows.weigh(i * PIECE, x, hidden);
             moments.add(x, threads).map_err(|place| {
                 let row = piece[place.row] as usize;
-                Error::NonFinite { what: format!("layer {}: inputs of the experts", self.layer), row, col: place.col }
+                Error::NonFiniteActivation {
+                    what: format!("layer {}: inputs of the experts", self.layer),
+                    row,
+                    col: place.col,
+                }
             })?;
         }
         Ok(moments.finish())
@@ -305,7 +309,7 @@ impl LayerWork<'_> {
             inputs.x.gather(piece, x)?;
             runner.expert_activation(&weights, x, act)?;
             rows.weigh(i * PIECE, act, width);
-            moments.add(act, Some(self.threads)).map_err(|place| Error::NonFinite {
+            moments.add(act, Some(self.threads)).map_err(|place| Error::NonFiniteActivation {
                 what: format!("layer {}: activations of expert {expert}", self.layer),
                 row: piece[place.row] as usize,
                 col: place.col,

@@ -7,7 +7,7 @@
 //!
 //! The artifact's bytes depend on source, calibration samples and recipe alone: not on threads, budget, or interruptions.
 
-use std::path::PathBuf;
+use std::path::{Component, Path, PathBuf};
 use std::time::Instant;
 
 use glimmer_checkpoint::manifest::{Manifest, SourceIdentity};
@@ -105,6 +105,7 @@ pub fn quantize<B: Backend>(
     if recipe.method == Method::Gptq && samples.is_empty() {
         return Err(Error::NoCalibration);
     }
+    apart(source, &options.out)?;
     let plan = Plan::new(source, DEFAULT_SHARD_BYTES)?;
     let inputs = Inputs {
         source: SourceIdentity::of(source)?,
@@ -154,6 +155,28 @@ pub fn quantize<B: Backend>(
     timing.total = began.elapsed().as_secs_f64();
     job.run.close()?;
     Ok(Finished { report, timing })
+}
+
+/// Refuses an artifact inside its source, whose loaders would then see both, and a source inside the artifact.
+fn apart(source: &Checkpoint, out: &Path) -> Result<()> {
+    // A source that is no directory is nowhere.
+    let Ok(inside) = Path::new(source.location()).canonicalize() else { return Ok(()) };
+    let absolute = std::path::absolute(out).map_err(|e| Error::io(out, "find", e))?;
+    // What exists of the way there, links followed, and what does not yet.
+    let Some(there) = absolute.ancestors().find_map(|path| Some((path, path.canonicalize().ok()?))) else {
+        return Ok(());
+    };
+    let mut place = there.1;
+    for part in absolute.strip_prefix(there.0).unwrap_or(Path::new("")).components() {
+        match part {
+            Component::ParentDir => drop(place.pop()),
+            part => place.push(part),
+        }
+    }
+    if place.starts_with(&inside) || inside.starts_with(&place) {
+        return Err(Error::Nested { path: out.to_owned(), source_path: source.location().to_owned() });
+    }
+    Ok(())
 }
 
 struct Job<'a> {

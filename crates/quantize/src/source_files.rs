@@ -2,8 +2,10 @@
 //!
 //! The identity in the manifest samples the weights, because a hash of all of them would take longer than the copy. A byte
 //! changed outside the sample between an interruption and `--resume` would go unnoticed there and leave an artifact of two
-//! sources. So an unfinished run also remembers of every shard its size, the time of its last change and a digest of its
-//! header. None of this enters the artifact: copying a source elsewhere changes the times and not the bytes.
+//! sources. So an unfinished run also remembers of every shard its size, a digest of its header, the time when it was last
+//! written, which whoever writes may set as they like, and the time when the system last saw it change, which nobody can set.
+//! A source that was only touched, moved or copied is refused as well: it cannot be told from a changed one without reading all of
+//! it, and a run begun anew costs time alone. None of this enters the artifact.
 
 use std::path::Path;
 use std::time::UNIX_EPOCH;
@@ -19,6 +21,9 @@ pub(crate) struct SourceFile {
     bytes: u64,
     /// Nanoseconds since 1970; none where the source is no directory or the system does not tell.
     modified_ns: Option<u64>,
+    /// When content, times, name or owner last changed; none as above, and in runs of earlier versions.
+    #[serde(default)]
+    changed_ns: Option<i64>,
     header_sha256: Digest,
 }
 
@@ -32,6 +37,7 @@ pub(crate) fn source_files(source: &Checkpoint) -> Vec<SourceFile> {
                 file: shard.file.clone(),
                 bytes: bytes.len() as u64,
                 modified_ns: modified(&Path::new(source.location()).join(&shard.file)),
+                changed_ns: status_changed(&Path::new(source.location()).join(&shard.file)),
                 header_sha256: Digest::of(bytes.get(..shard.data_start).unwrap_or(bytes)),
             }
         })
@@ -43,6 +49,18 @@ pub(crate) fn source_files(source: &Checkpoint) -> Vec<SourceFile> {
 fn modified(path: &Path) -> Option<u64> {
     let since = path.metadata().ok()?.modified().ok()?.duration_since(UNIX_EPOCH).ok()?;
     u64::try_from(since.as_nanos()).ok()
+}
+
+#[cfg(unix)]
+fn status_changed(path: &Path) -> Option<i64> {
+    use std::os::unix::fs::MetadataExt as _;
+    let data = path.metadata().ok()?;
+    data.ctime().checked_mul(1_000_000_000)?.checked_add(data.ctime_nsec())
+}
+
+#[cfg(not(unix))]
+fn status_changed(_path: &Path) -> Option<i64> {
+    None
 }
 
 /// What is different now, in words; none where nothing is.
@@ -58,7 +76,15 @@ pub(crate) fn changed(then: &[SourceFile], now: &[SourceFile]) -> Option<String>
         }
         // A copy that lost its times cannot be told from a changed file, and a mixed artifact would be worse than a restart.
         let (Some(old), Some(new)) = (then.modified_ns, now.modified_ns) else { return None };
-        (old != new).then(|| format!("`{file}` was written to after the run began"))
+        if old != new {
+            return Some(format!("`{file}` was written to after the run began"));
+        }
+        let (Some(old), Some(new)) = (then.changed_ns, now.changed_ns) else { return None };
+        (old != new).then(|| {
+            format!(
+                "`{file}` was changed, replaced or moved after the run began, though its time of writing says otherwise"
+            )
+        })
     })
 }
 
@@ -72,6 +98,7 @@ mod tests {
             file: "model.safetensors".to_owned(),
             bytes,
             modified_ns,
+            changed_ns: Some(7),
             header_sha256: Digest::of(header),
         };
         let then = [file(10, Some(5), b"a")];
@@ -82,5 +109,8 @@ mod tests {
         assert!(told(&[file(11, Some(5), b"a")]).contains("had 10 bytes and has 11 now"));
         assert!(told(&[file(10, Some(5), b"b")]).contains("the header"));
         assert!(told(&[file(10, Some(6), b"a")]).contains("was written to"));
+        let replaced = SourceFile { changed_ns: Some(8), ..file(10, Some(5), b"a") };
+        assert!(told(std::slice::from_ref(&replaced)).contains("was changed, replaced or moved"));
+        assert_eq!(changed(&then, &[SourceFile { changed_ns: None, ..replaced }]), None);
     }
 }

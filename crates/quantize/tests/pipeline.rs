@@ -325,6 +325,17 @@ fn a_damaged_or_torn_shard_is_made_again() {
 
 #[test]
 fn a_source_that_changes_between_interruption_and_resumption_is_refused() {
+    let told = after_a_change(false);
+    assert!(told.contains("`model-00002-of-00005.safetensors` was written to after the run began"), "{told}");
+    // A tool that gives the file its old time back: the system's own time of the change cannot be set.
+    if cfg!(unix) {
+        let told = after_a_change(true);
+        assert!(told.contains("`model-00002-of-00005.safetensors` was changed, replaced or moved"), "{told}");
+    }
+}
+
+/// Changes a byte of the source of an interrupted run and goes on: what is said. The time of writing may be set back.
+fn after_a_change(set_back: bool) -> String {
     let folder = tempfile::tempdir().unwrap();
     let copy = folder.path().join("source");
     std::fs::create_dir(&copy).unwrap();
@@ -344,10 +355,36 @@ fn a_source_that_changes_between_interruption_and_resumption_is_refused() {
     let tensors = glimmer_checkpoint::header::Header::parse("shard", &bytes).unwrap().tensors;
     let large = tensors.iter().map(|t| t.range.clone()).find(|range| range.len() > 1000).unwrap();
     bytes[large.start] ^= 1;
+    let written = path.metadata().unwrap().modified().unwrap();
     std::fs::write(&path, bytes).unwrap();
+    if set_back {
+        std::fs::File::options().write(true).open(&path).unwrap().set_modified(written).unwrap();
+    }
     let source = Checkpoint::open(&copy).unwrap();
-    let error = run(&source, &Recipe::default(), &Options { resume: true, ..options }).unwrap_err().to_string();
-    assert!(error.contains("`model-00002-of-00005.safetensors` was written to after the run began"), "{error}");
+    run(&source, &Recipe::default(), &Options { resume: true, ..options }).unwrap_err().to_string()
+}
+
+#[test]
+fn an_artifact_inside_its_source_or_around_it_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let copy = folder.path().join("models/source");
+    std::fs::create_dir_all(&copy).unwrap();
+    for name in contents_with_folder(Path::new(TINY)) {
+        if !name.ends_with(".safetensors") || name.starts_with("model") {
+            std::fs::copy(Path::new(TINY).join(&name), copy.join(&name)).unwrap();
+        }
+    }
+    let before = contents_with_folder(&copy);
+    let source = Checkpoint::open(&copy).unwrap();
+    let roundabout = copy.join("../source/inside");
+    for out in [copy.join("inside/deep"), copy.clone(), folder.path().join("models"), roundabout] {
+        let refused = run(&source, &Recipe::default(), &Options::new(&out)).unwrap_err();
+        let told = refused.to_string();
+        assert!(matches!(refused, Error::Nested { .. }) && told.contains("outside"), "{told}");
+        let told_both = [&copy, &out].iter().all(|path| told.contains(&*path.display().to_string()));
+        assert!(told_both, "{told}");
+    }
+    assert_eq!(contents_with_folder(&copy).len(), before.len(), "nothing was made there");
 }
 
 fn contents_with_folder(directory: &Path) -> Vec<String> {

@@ -13,6 +13,7 @@ use super::{
     MlpKind, MoeConfig, NormEpsOrigin, TextConfig, VisionConfig,
     object::{MAX_COUNT, MAX_WIDTH, Object},
 };
+use crate::scheme::QUANTIZATION_KEY;
 
 /// Most decoder layers of an acceptable file.
 const MAX_LAYERS: usize = 1 << 10;
@@ -84,7 +85,10 @@ impl Config {
             Some(_) => Some(media_tokens(&root, text.vocab_size)?),
             None => None,
         };
-        let quantization = root.value("quantization_config").or_else(|| source.value("quantization_config")).cloned();
+        for object in [&root, source] {
+            object.object(QUANTIZATION_KEY)?;
+        }
+        let quantization = root.value(QUANTIZATION_KEY).or_else(|| source.value(QUANTIZATION_KEY)).cloned();
         Ok(Self { text, vision, media, quantization })
     }
 }
