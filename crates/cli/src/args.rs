@@ -7,7 +7,9 @@ mod eval;
 
 use std::path::PathBuf;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{
+    ArgMatches, Args, Command as Commands, CommandFactory as _, FromArgMatches as _, Parser, Subcommand, ValueEnum,
+};
 
 pub(crate) use artifact::{
     CalibratedExperts, DequantizeArgs, FixConfigArgs, InspectArgs, MergeMtpArgs, Method, Order, PlanArgs, QuantizeArgs,
@@ -38,8 +40,36 @@ pub(crate) struct Cli {
 }
 
 const EXIT_CODES: &str = "\
+Files that a command writes (--json, --html, --out FILE) go into folders that exist; only directories named as a result \
+(--out DIR, --keep, --result-dir) are made.
 Exit codes: 0 done; 1 the answer is no (a gate, a check or a comparison failed, a model is damaged or does not fit, a \
 load test got no answer); 2 wrong flags, or an error; 130 ended by Ctrl-C";
+
+impl Cli {
+    /// Reads the command line. A number below 0 is the value of the option before it, so that the option says what it takes.
+    ///
+    /// # Errors
+    /// What is wrong with it, or the help that it asks for.
+    pub(crate) fn read(arguments: impl IntoIterator<Item = std::ffi::OsString>) -> Result<Self, clap::Error> {
+        let mut commands = with_negative_numbers(Self::command());
+        let matches: ArgMatches = commands.try_get_matches_from_mut(arguments)?;
+        Self::from_arg_matches(&matches).map_err(|error| error.format(&mut commands))
+    }
+}
+
+fn with_negative_numbers(commands: Commands) -> Commands {
+    let takes = |arg: &clap::Arg| arg.get_long().is_some() && arg.get_action().takes_values();
+    let commands = commands.mut_args(|arg| if takes(&arg) { arg.allow_negative_numbers(true) } else { arg });
+    let names: Vec<String> = commands.get_subcommands().map(|command| command.get_name().to_owned()).collect();
+    names.into_iter().fold(commands, |commands, name| commands.mut_subcommand(name, with_negative_numbers))
+}
+
+/// A whole number of a type.
+pub(crate) fn whole<T: TryFrom<u64>>(text: &str) -> Result<T, String> {
+    let most = u64::MAX >> (64 - 8 * size_of::<T>());
+    let number = text.parse().ok().and_then(|number: u64| T::try_from(number).ok());
+    number.ok_or_else(|| format!("expected a whole number from 0 to {most}"))
+}
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {

@@ -45,7 +45,9 @@ pub(crate) fn explain(error: &anyhow::Error) -> String {
         text.push_str("cannot write to standard output");
     }
     for cause in error.chain() {
-        let cause: String = cause.to_string().trim().chars().flat_map(printable).collect();
+        // What says itself that it is an error is told so once.
+        let cause = cause.to_string();
+        let cause: String = cause.trim().trim_start_matches("error: ").chars().flat_map(printable).collect();
         if text.is_empty() {
             text = cause;
         } else if !text.contains(&cause) {
@@ -76,6 +78,7 @@ mod tests {
         let quoted = anyhow!("no such file").context("cannot read x: no such file; look again").context("model y");
         assert_eq!(explain(&quoted), "model y: cannot read x: no such file; look again");
         assert_eq!(explain(&anyhow!("b").context("a")), "a: b");
+        assert_eq!(explain(&anyhow!("error: b").context("a")), "a: b");
     }
 
     #[test]

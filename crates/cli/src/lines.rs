@@ -53,12 +53,7 @@ impl Lines {
     pub(crate) fn next(&mut self, prompt: &str) -> anyhow::Result<Line> {
         let failed = "cannot read standard input";
         match self {
-            Self::Terminal(editor) => match editor.readline(prompt) {
-                Ok(line) => Ok(Line::Text(line)),
-                Err(ReadlineError::Eof) => Ok(Line::End),
-                Err(ReadlineError::Interrupted) => Ok(Line::Cancelled),
-                Err(error) => Err(error).context(failed),
-            },
+            Self::Terminal(editor) => typed(editor.readline(prompt)).context(failed),
             Self::Pipe(bytes) => {
                 bytes.clear();
                 if std::io::stdin().lock().read_until(b'\n', bytes).context(failed)? == 0 {
@@ -67,5 +62,31 @@ impl Lines {
                 Ok(std::str::from_utf8(bytes).map_or(Line::NotText, |text| Line::Text(text.to_owned())))
             }
         }
+    }
+}
+
+/// What a terminal gave. Bytes that are no text end the line that they are in, not the conversation.
+fn typed(line: Result<String, ReadlineError>) -> Result<Line, ReadlineError> {
+    match line {
+        Ok(line) => Ok(Line::Text(line)),
+        Err(ReadlineError::Eof) => Ok(Line::End),
+        Err(ReadlineError::Interrupted) => Ok(Line::Cancelled),
+        Err(ReadlineError::Io(error)) if error.kind() == std::io::ErrorKind::InvalidData => Ok(Line::NotText),
+        Err(error) => Err(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_terminal_may_send_bytes_that_are_no_text() {
+        let io = |kind: std::io::ErrorKind| Err(ReadlineError::Io(kind.into()));
+        assert_eq!(typed(io(std::io::ErrorKind::InvalidData)).unwrap(), Line::NotText);
+        assert!(typed(io(std::io::ErrorKind::BrokenPipe)).is_err());
+        assert_eq!(typed(Err(ReadlineError::Eof)).unwrap(), Line::End);
+        assert_eq!(typed(Err(ReadlineError::Interrupted)).unwrap(), Line::Cancelled);
+        assert_eq!(typed(Ok("a".to_owned())).unwrap(), Line::Text("a".to_owned()));
     }
 }

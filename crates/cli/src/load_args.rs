@@ -75,7 +75,7 @@ pub(crate) struct ServerArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 21_600.0, value_parser = positive)]
     pub(crate) request_timeout_sec: f64,
     /// Ask again and again for so long until the first request is answered
-    #[arg(long, value_name = "SECONDS", default_value_t = 0)]
+    #[arg(long, value_name = "SECONDS", default_value_t = 0, value_parser = crate::args::whole::<u32>)]
     pub(crate) ready_check_timeout_sec: u32,
 }
 
@@ -90,40 +90,40 @@ pub(crate) struct DatasetArgs {
     #[arg(long, value_name = "FILE")]
     pub(crate) dataset_path: Option<PathBuf>,
     /// Seed of prompts and arrival times
-    #[arg(long, default_value_t = 0, value_name = "N")]
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) seed: u32,
     /// Tokens of a prompt, whatever the data set
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) input_len: Option<u32>,
     /// Tokens of an answer, whatever the data set
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) output_len: Option<u32>,
     /// Tokens of a random prompt
-    #[arg(long, default_value_t = 1024, value_name = "N")]
+    #[arg(long, default_value_t = 1024, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) random_input_len: u32,
     /// Tokens of the answer to a random prompt
-    #[arg(long, default_value_t = 128, value_name = "N")]
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) random_output_len: u32,
     /// Lengths vary by this share to either side: in [0, 1), or {"input": A, "output": B}
     #[arg(long, default_value = "0.0", value_name = "RATIO", value_parser = ratios)]
     pub(crate) random_range_ratio: (f64, f64),
     /// Tokens that all random prompts begin with
-    #[arg(long, default_value_t = 0, value_name = "N")]
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) random_prefix_len: u32,
     /// Tokens of a prefix
-    #[arg(long, default_value_t = 256, value_name = "N")]
+    #[arg(long, default_value_t = 256, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) prefix_repetition_prefix_len: u32,
     /// Tokens of a suffix
-    #[arg(long, default_value_t = 256, value_name = "N")]
+    #[arg(long, default_value_t = 256, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) prefix_repetition_suffix_len: u32,
     /// Different prefixes
-    #[arg(long, default_value_t = 10, value_name = "N")]
+    #[arg(long, default_value_t = 10, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) prefix_repetition_num_prefixes: u32,
     /// Tokens of an answer
-    #[arg(long, default_value_t = 128, value_name = "N")]
+    #[arg(long, default_value_t = 128, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) prefix_repetition_output_len: u32,
     /// Tokens of an answer where a line of the file does not say
-    #[arg(long, default_value_t = 256, value_name = "N")]
+    #[arg(long, default_value_t = 256, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) custom_output_len: u32,
     /// Send lines of the file as they are (the chat API never gets rendered ones)
     #[arg(long)]
@@ -144,7 +144,7 @@ pub(crate) struct RequestArgs {
     #[arg(long)]
     pub(crate) ignore_eos: bool,
     /// Log-probabilities of so many tokens a position
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = crate::args::whole::<u32>)]
     pub(crate) logprobs: Option<u32>,
     /// 0 is greedy
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
@@ -183,15 +183,15 @@ pub(crate) struct BenchServeArgs {
     #[arg(long, default_value = "127.0.0.1", help_heading = "Server")]
     pub(crate) host: String,
     /// The server's port
-    #[arg(long, default_value_t = 8000, help_heading = "Server")]
+    #[arg(long, default_value_t = 8000, help_heading = "Server", value_parser = crate::args::whole::<u16>)]
     pub(crate) port: u16,
     #[command(flatten)]
     pub(crate) dataset: DatasetArgs,
     /// Prompts; 0 takes all lines of a custom file
-    #[arg(long, default_value_t = 1000, value_name = "N", help_heading = "Prompts")]
+    #[arg(long, default_value_t = 1000, value_name = "N", help_heading = "Prompts", value_parser = crate::args::whole::<usize>)]
     pub(crate) num_prompts: usize,
     /// Send all prompts so many times, each time with another seed, and score the answers of a file that names them
-    #[arg(long, default_value_t = 0, value_name = "N", help_heading = "Prompts")]
+    #[arg(long, default_value_t = 0, value_name = "N", help_heading = "Prompts", value_parser = crate::args::whole::<u32>)]
     pub(crate) epochs: u32,
     #[command(flatten)]
     pub(crate) request: RequestArgs,
@@ -214,13 +214,13 @@ pub(crate) struct BenchGridArgs {
     #[command(flatten)]
     pub(crate) request: RequestArgs,
     /// Requests under way at the same time, one cell each
-    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,4,8", help_heading = "Grid")]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', default_value = "1,2,4,8", help_heading = "Grid", value_parser = crate::args::whole::<usize>)]
     pub(crate) concurrency: Vec<usize>,
     /// Requests of a cell: one number for all or one for each (default: four times the concurrency, at least 8)
-    #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "Grid")]
+    #[arg(long, value_name = "LIST", value_delimiter = ',', help_heading = "Grid", value_parser = crate::args::whole::<usize>)]
     pub(crate) num_prompts: Vec<usize>,
     /// Passes over all cells; one alone stays cold
-    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Grid")]
+    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Grid", value_parser = crate::args::whole::<usize>)]
     pub(crate) passes: usize,
     /// Send the same prompts in every pass, so that a prefix cache serves all but the first
     #[arg(long, help_heading = "Grid")]
@@ -274,7 +274,7 @@ pub(crate) struct TrafficArgs {
     #[arg(long, value_name = "RATE", allow_negative_numbers = true, requires = "ramp_up_strategy")]
     pub(crate) ramp_up_end_rps: Option<f64>,
     /// Send the first prompt so many times before
-    #[arg(long, default_value_t = 0, value_name = "N")]
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = crate::args::whole::<usize>)]
     pub(crate) num_warmups: usize,
     /// Single-token requests a second beside the others, reported by themselves
     #[arg(long, default_value_t = 0.0, value_name = "RATE", value_parser = not_negative)]
@@ -337,15 +337,15 @@ fn object(text: &str) -> Result<Map<String, Value>, String> {
     }
 }
 
-fn number(text: &str, holds: impl Fn(f64) -> bool, expected: &str) -> Result<f64, String> {
+pub(crate) fn number(text: &str, holds: impl Fn(f64) -> bool, expected: &str) -> Result<f64, String> {
     text.parse().ok().filter(|&number| holds(number)).ok_or_else(|| format!("expected {expected}"))
 }
 
-fn positive(text: &str) -> Result<f64, String> {
+pub(crate) fn positive(text: &str) -> Result<f64, String> {
     number(text, |number| number > 0.0 && number < 1e9, "a number above 0")
 }
 
-fn not_negative(text: &str) -> Result<f64, String> {
+pub(crate) fn not_negative(text: &str) -> Result<f64, String> {
     number(text, |number| (0.0..1e6).contains(&number), "a number from 0")
 }
 

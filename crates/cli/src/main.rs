@@ -19,10 +19,9 @@ mod session;
 use std::process::ExitCode;
 
 use args::{BenchCommand, Cli, Command};
-use clap::Parser as _;
 
 fn main() -> ExitCode {
-    let cli = Cli::parse_from(load_args::with_dashes(std::env::args_os()));
+    let cli = Cli::read(load_args::with_dashes(std::env::args_os())).unwrap_or_else(|error| error.exit());
     match run(cli) {
         Ok(code) => code,
         Err(error) if failure::is_broken_pipe(&error) => ExitCode::SUCCESS,

@@ -39,6 +39,9 @@ impl OutputFile {
         let path = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let Some(name) = path.file_name() else { bail!("cannot write {}: name a file", path.display()) };
         let unfinished = path.with_file_name(format!(".{}.{}.tmp", name.to_string_lossy(), std::process::id()));
+        if let Some(folder) = path.parent().filter(|folder| !folder.as_os_str().is_empty() && !folder.is_dir()) {
+            bail!("cannot write {}: there is no folder {}; make it first", path.display(), folder.display());
+        }
         let file = File::create(&unfinished).with_context(failed)?;
         Ok(Self { path, file, unfinished: Some(unfinished) })
     }

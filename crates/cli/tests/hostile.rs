@@ -78,9 +78,59 @@ fn values_out_of_range_are_named_with_their_range() {
     }
     assert!(ask("--min-p", "-1").contains("`min_p`: expected a number from 0 to 1, found -1"));
     assert!(ask("--stop-token", "4294967295").contains("--stop-token 4294967295: expected a token id below"));
+    for (arguments, flag, range) in [
+        (&["generate", "--max-tokens", "-1", "hi"][..], "--max-tokens", "1..=4294967295"),
+        (&["generate", "--top-k", "-3", "hi"], "--top-k", "a whole number from 0 to 4294967295"),
+        (&["generate", "--stop-token", "-1", "hi"], "--stop-token", "from 0 to 4294967295"),
+        (&["generate", "--threads", "-2", "hi"], "--threads", "1..=1024"),
+        (&["eval", "--limit", "-1"], "--limit", "a whole number from 0 to"),
+        (&["eval", "--batch", "-16"], "--batch", "a whole number from 0 to"),
+        (&["synth", "--config", "x", "--out", "y", "--seed", "-1"], "--seed", "a whole number from 0 to"),
+        (&["bench", "step", "--sequences", "1,-8"], "--sequences", "a whole number from 0 to 65535"),
+        (&["bench", "serve", "--num-prompts", "-1"], "--num-prompts", "a whole number from 0 to"),
+        (&["bench", "parity", "--share", "-1"], "--share", "a share from 0 to 1"),
+        (&["bench", "soak", "--minutes", "-1"], "--minutes", "a number above 0"),
+        (&["serve", "--max-num-seqs", "-1"], "--max-num-seqs", "a whole number, at least 1"),
+        (&["plan", "--max-num-seqs", "-1"], "--max-num-seqs", "a whole number, at least 1"),
+    ] {
+        refused(arguments, &["error:", range]);
+        assert!(refusal(arguments).contains(flag), "{arguments:?}");
+    }
     for (option, value) in [("--max-tokens", "0"), ("--draft-depth", "17"), ("--threads", "0"), ("--threads", "1025")] {
         assert!(ask(option, value).contains(option), "{option} {value}");
     }
+}
+
+#[test]
+fn a_reasoning_effort_is_one_of_those_that_there_are() {
+    let error = refusal(&["generate", "--reasoning-effort", "banana", "hi"]);
+    assert!(
+        error.contains("banana") && error.contains("low") && error.contains("medium") && error.contains("high"),
+        "{error}"
+    );
+    assert!(refusal(&["chat", "--reasoning-effort", ""]).contains("--reasoning-effort"));
+}
+
+#[test]
+fn flags_of_a_server_are_refused_as_other_flags_are() {
+    for arguments in [
+        &["serve", "--no-such-flag"][..],
+        &["serve", "--port", "0"],
+        &["plan", "--no-such-flag"],
+        &["bench", "grid", "--html", "/dev/null", "--", "--no-such-flag"],
+    ] {
+        let error = refusal(arguments);
+        assert_eq!(error.matches("error:").count(), 1, "{arguments:?}: {error}");
+    }
+    let conflict = glimmer(&["serve", "--enable-auto-tool-choice", "m"]);
+    let error = String::from_utf8_lossy(&conflict.stderr).into_owned();
+    assert!(
+        conflict.status.code() == Some(1) && error.starts_with("error: --enable-auto-tool-choice requires"),
+        "{error}"
+    );
+    let idle = glimmer(&["serve", "--dummy-layers", "1"]);
+    let error = String::from_utf8_lossy(&idle.stderr).into_owned();
+    assert!(idle.status.code() == Some(1) && error.contains("--dummy-layers is for --load-format dummy"), "{error}");
 }
 
 #[test]
@@ -190,6 +240,8 @@ fn a_result_file_that_cannot_be_written_is_refused_before_the_work() {
         refused(&["dequantize", "--artifact", MICRO, "--tensor", "lm_head", "--out", path], &["cannot write", path]);
     }
     refused(&["demo", "--json", directory], &["cannot write", "it is a directory"]);
+    refused(&["demo", "--json", absent], &["cannot write", "make it first"]);
+    assert!(!folder.path().join("absent").exists(), "no command makes folders for the files that it writes");
     // A command that fails later leaves no file.
     let file = folder.path().join("r.json");
     refused(&["eval", "--task", "absent", "--json", file.to_str().expect("UTF-8")], &["--task absent"]);
@@ -259,6 +311,68 @@ fn damaged_files_are_named_once_with_their_directory() {
         refused(&["generate", "-m", path, "hi"], &["cannot list the directory"]);
         refused(&["verify", "--artifact", path], &["cannot read the artifact's directory"]);
     }
+}
+
+#[test]
+fn a_quantization_block_that_is_no_object_is_named() {
+    let mut config: serde_json::Value = serde_json::from_slice(&micro("config.json")).expect("JSON");
+    for block in [serde_json::json!("w4a16"), serde_json::json!([1]), serde_json::json!(4)] {
+        config["quantization_config"] = block;
+        let model = Altered::new("config.json", Some(config.to_string().as_bytes()));
+        let wanted = ["key `quantization_config`: expected an object"];
+        refused(&["generate", "-m", model.directory(), "hi"], &wanted);
+        refused(&["inspect", model.directory()], &wanted);
+        let serve = glimmer(&["serve", model.directory()]);
+        let error = String::from_utf8_lossy(&serve.stderr).into_owned();
+        assert!(serve.status.code() == Some(1) && error.contains(wanted[0]), "{error}");
+        let verify = glimmer(&["verify", model.directory()]);
+        let told = String::from_utf8_lossy(&verify.stdout).into_owned();
+        assert!(verify.status.code() == Some(1) && told.contains("quantization_config"), "{told}");
+    }
+}
+
+#[test]
+fn a_source_that_cannot_speak_is_quantized_with_a_warning() {
+    for (content, wanted) in [(None, "there is no tokenizer.json"), (Some(&b"{nope"[..]), "tokenizer.json: not JSON")] {
+        let model = Altered::new("tokenizer.json", content);
+        let out = model.path.with_file_name("out");
+        let out = out.to_str().expect("UTF-8");
+        let output = glimmer(&["quantize", "--method", "rtn", "--source", model.directory(), "--out", out]);
+        let told = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{told}");
+        assert!(told.contains("warning:") && told.contains(wanted) && told.contains(model.directory()), "{told}");
+        // Calibration text cannot be read without it.
+        let (calib, other) = (model.path.with_file_name("c.jsonl"), model.path.with_file_name("other"));
+        fs::write(&calib, "{\"text\": \"What is 47 + 85?\"}\n").expect("written");
+        let paths = [&calib, &other].map(|path| path.to_str().expect("UTF-8"));
+        let error = refusal(&["quantize", "--source", model.directory(), "--calib", paths[0], "--out", paths[1]]);
+        assert!(error.contains("error:") && error.contains("tokenizer.json"), "{error}");
+        assert!(!other.exists());
+    }
+}
+
+#[test]
+fn weights_that_are_no_numbers_are_named_with_their_place() {
+    let mut files = Vec::new();
+    for i in 1..=3 {
+        let name = format!("model-0000{i}-of-00003.safetensors");
+        let mut bytes = micro(&name);
+        let header = glimmer_checkpoint::header::Header::parse(&name, &bytes).expect("sound");
+        let expert =
+            |t: &&glimmer_checkpoint::header::HeaderEntry| t.name.ends_with("layers.1.mlp.experts.0.up_proj.weight");
+        if let Some(tensor) = header.tensors.iter().find(expert) {
+            let second = tensor.range.start + 2 * tensor.shape[1];
+            bytes[second..second + 2].copy_from_slice(&[0xc0, 0x7f]);
+            files.push((name, bytes));
+        }
+    }
+    let [(name, bytes)] = &files[..] else { unreachable!("one shard holds the matrix") };
+    let model = Altered::new(name, Some(bytes));
+    let out = model.path.with_file_name("out");
+    let arguments =
+        ["quantize", "--method", "rtn", "--source", model.directory(), "--out", out.to_str().expect("UTF-8")];
+    let place = "experts.0.up_proj.weight`, row 1, column 0";
+    refused(&arguments, &[place, "found NaN or infinity", "get the shard that holds this tensor anew"]);
 }
 
 #[test]
@@ -373,5 +487,12 @@ fn directories_in_use_are_left_alone() {
     refused(&["quantize", "--method", "rtn", "--resume", "--out", out], &["is not empty (it holds `notes.txt`)"]);
     refused(&["synth", "--config", &format!("{MICRO}/config.json"), "--out", out], &["expected an empty directory"]);
     refused(&["demo", "--keep", out], &["the directory is not empty"]);
+    let model = Altered::new("README.md", None);
+    let inside = model.path.join("w4a16");
+    let arguments = ["quantize", "--method", "rtn", "--source", model.directory(), "--out"];
+    for out in [&inside, model.path.parent().expect("a folder")] {
+        refused(&[&arguments[..], &[out.to_str().expect("UTF-8")]].concat(), &["would lie one inside the other"]);
+    }
+    assert!(!inside.exists());
     assert_eq!(fs::read_dir(folder.path()).expect("listed").count(), 1);
 }

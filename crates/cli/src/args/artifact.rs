@@ -171,7 +171,7 @@ pub(crate) struct SynthArgs {
     #[arg(long, value_enum, default_value = "bf16")]
     pub(crate) format: SynthFormat,
     /// Equal seeds give equal bytes
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = crate::args::whole::<u64>)]
     pub(crate) seed: u64,
     /// Largest shard, in GB
     #[arg(long, default_value_t = 5.0, value_name = "GB", allow_negative_numbers = true)]

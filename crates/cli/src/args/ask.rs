@@ -14,7 +14,7 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "T", allow_negative_numbers = true)]
     pub(crate) temperature: Option<f32>,
     /// Keep the K likeliest tokens
-    #[arg(long, value_name = "K")]
+    #[arg(long, value_name = "K", value_parser = crate::args::whole::<u32>)]
     pub(crate) top_k: Option<u32>,
     /// Keep the likeliest tokens that make up this probability
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
@@ -23,7 +23,7 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "P", allow_negative_numbers = true)]
     pub(crate) min_p: Option<f32>,
     /// Seed of the random numbers; equal seeds give equal answers
-    #[arg(long, default_value_t = 0)]
+    #[arg(long, default_value_t = 0, value_parser = crate::args::whole::<u64>)]
     pub(crate) seed: u64,
     /// Most tokens of an answer
     #[arg(long, default_value_t = 512, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
@@ -44,7 +44,7 @@ pub(crate) struct PromptArgs {
     #[arg(long)]
     pub(crate) no_thinking: bool,
     /// Reasoning effort named in the prompt
-    #[arg(long, value_name = "LEVEL")]
+    #[arg(long, value_name = "LEVEL", value_parser = glimmer_server::chat::request::EFFORTS)]
     pub(crate) reasoning_effort: Option<String>,
     /// Chat template to use instead of the model's
     #[arg(long, value_name = "FILE")]
@@ -74,7 +74,7 @@ pub(crate) struct GenerateArgs {
     #[arg(long)]
     pub(crate) ignore_eos: bool,
     /// Further stop token ids
-    #[arg(long, value_name = "ID")]
+    #[arg(long, value_name = "ID", value_parser = crate::args::whole::<u32>)]
     pub(crate) stop_token: Vec<u32>,
     #[command(flatten)]
     pub(crate) prompting: PromptArgs,

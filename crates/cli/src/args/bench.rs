@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::{Args, Subcommand};
 
 use super::DeviceArgs;
-use crate::load_args::{BenchGridArgs, BenchServeArgs};
+use crate::load_args::{BenchGridArgs, BenchServeArgs, number, positive};
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
@@ -43,7 +43,7 @@ pub(crate) struct BenchStepArgs {
     #[arg(long)]
     pub(crate) bf16: bool,
     /// Sequences of the decoding steps
-    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "1,8,32")]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', default_value = "1,8,32", value_parser = crate::args::whole::<u16>)]
     pub(crate) sequences: Vec<u16>,
     /// Rows of each: a token and its drafts
     #[arg(long, default_value_t = 3, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=17))]
@@ -85,10 +85,10 @@ pub(crate) struct BenchParityArgs {
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) tokens: u32,
     /// Share of answers that must be equal
-    #[arg(long, default_value_t = 0.99, value_name = "P")]
+    #[arg(long, default_value_t = 0.99, value_name = "P", value_parser = share)]
     pub(crate) share: f64,
     /// Largest difference of the CPU's two logits that counts as a near tie
-    #[arg(long, default_value_t = 0.01, value_name = "GAP")]
+    #[arg(long, default_value_t = 0.01, value_name = "GAP", value_parser = gap)]
     pub(crate) tie: f32,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
@@ -106,16 +106,16 @@ pub(crate) struct BenchSoakArgs {
     #[arg(long, default_value_t = 64, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) sequences: u32,
     /// How long requests are started
-    #[arg(long, default_value_t = 20.0, value_name = "MINUTES")]
+    #[arg(long, default_value_t = 20.0, value_name = "MINUTES", value_parser = positive)]
     pub(crate) minutes: f64,
     /// End after so many requests, if that is earlier
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = crate::args::whole::<u64>)]
     pub(crate) requests: Option<u64>,
     /// Answers to be repeated alone and compared
-    #[arg(long, default_value_t = 1000, value_name = "N")]
+    #[arg(long, default_value_t = 1000, value_name = "N", value_parser = crate::args::whole::<usize>)]
     pub(crate) compare: usize,
     /// Seed of everything that clients do
-    #[arg(long, default_value_t = 0, value_name = "N")]
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = crate::args::whole::<u64>)]
     pub(crate) seed: u64,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
@@ -137,7 +137,7 @@ pub(crate) struct BenchExactnessArgs {
     #[arg(long, default_value_t = 200, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub(crate) prompts: u32,
     /// Seed of the order in which sequences join and leave
-    #[arg(long, default_value_t = 0, value_name = "N")]
+    #[arg(long, default_value_t = 0, value_name = "N", value_parser = crate::args::whole::<u64>)]
     pub(crate) seed: u64,
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
@@ -217,4 +217,13 @@ pub(crate) struct BenchGptqArgs {
     /// Write the results as JSON
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
+}
+
+fn share(text: &str) -> Result<f64, String> {
+    number(text, |number| (0.0..=1.0).contains(&number), "a share from 0 to 1")
+}
+
+fn gap(text: &str) -> Result<f32, String> {
+    #[expect(clippy::cast_possible_truncation, reason = "logits have no more bits")]
+    number(text, |number| (0.0..1e6).contains(&number), "a difference of logits from 0").map(|number| number as f32)
 }

@@ -33,7 +33,7 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "kld_against")]
     pub(crate) data: Vec<PathBuf>,
     /// Items of each task
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = crate::args::whole::<usize>)]
     pub(crate) limit: Option<usize>,
     /// With or without reasoning
     #[arg(long, value_enum, default_value = "both")]
@@ -52,7 +52,7 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_tokens: Option<u32>,
     /// Items answered at the same time
-    #[arg(long, default_value_t = 16, value_name = "N")]
+    #[arg(long, default_value_t = 16, value_name = "N", value_parser = crate::args::whole::<usize>)]
     pub(crate) batch: usize,
     /// Tokens drafted a step
     #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u32).range(0..=16))]
@@ -74,22 +74,22 @@ pub(crate) struct RemoteArgs {
     #[arg(long, default_value_t = 1, value_name = "N", requires = "url", value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) epochs: u32,
     /// Seed of the first pass
-    #[arg(long, default_value_t = 0, value_name = "N", requires = "url")]
+    #[arg(long, default_value_t = 0, value_name = "N", requires = "url", value_parser = crate::args::whole::<u32>)]
     pub(crate) seed: u32,
     /// 0 is greedy (default: the server's)
-    #[arg(long, value_name = "T", requires = "url")]
+    #[arg(long, value_name = "T", requires = "url", value_parser = crate::load_args::not_negative)]
     pub(crate) temperature: Option<f64>,
     /// Keep the likeliest tokens that make up this probability (default: the server's)
-    #[arg(long, value_name = "P", requires = "url")]
+    #[arg(long, value_name = "P", requires = "url", value_parser = crate::load_args::not_negative)]
     pub(crate) top_p: Option<f64>,
     /// Most tokens of reasoning before the answer is forced, where the server can do that
-    #[arg(long, value_name = "N", requires = "url")]
+    #[arg(long, value_name = "N", requires = "url", value_parser = crate::args::whole::<u32>)]
     pub(crate) thinking_budget: Option<u32>,
     /// After this long a request has failed
     #[arg(long, default_value_t = 3600, value_name = "SECONDS", requires = "url", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) timeout: u32,
     /// How often a request is sent again that the server was too busy to take (status 503 or 429)
-    #[arg(long, default_value_t = 10, value_name = "N", requires = "url")]
+    #[arg(long, default_value_t = 10, value_name = "N", requires = "url", value_parser = crate::args::whole::<u32>)]
     pub(crate) retries: u32,
     /// Headers of every request
     #[arg(long, value_name = "KEY=VALUE", requires = "url", value_parser = crate::load_args::pair)]

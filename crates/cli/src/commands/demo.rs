@@ -43,9 +43,6 @@ pub(crate) fn run(args: &DemoArgs, threads: usize) -> anyhow::Result<ExitCode> {
     {
         bail!("--keep {}: the directory is not empty; name a new one", keep.display());
     }
-    if let Some(parent) = args.json.as_deref().and_then(Path::parent).filter(|p| !p.as_os_str().is_empty()) {
-        fs::create_dir_all(parent).with_context(|| format!("cannot create {}", parent.display()))?;
-    }
     let json = OutputFile::prepare_optional(args.json.as_deref())?;
     let scratch = Scratch::create_in(&std::env::temp_dir())?;
     let (source, parity) = (scratch.path.join("bf16"), scratch.path.join("w4a16-parity"));

@@ -21,7 +21,10 @@ pub(crate) fn merge_mtp(args: &MergeMtpArgs) -> anyhow::Result<ExitCode> {
 
 /// What is said about tensors that were copied with NaN or infinity.
 pub(super) fn damaged(tensors: &[NonFiniteTensor]) -> Vec<String> {
-    tensors.iter().map(|tensor| format!("{tensor}; it was copied as the source has it")).collect()
+    tensors
+        .iter()
+        .map(|tensor| format!("{tensor}; it was copied as the source has it, which is damaged: get that shard anew"))
+        .collect()
 }
 
 /// Rewrites targets and ignore list of an artifact's config.json. Exit code 1 when something else in the block is wrong.

@@ -11,6 +11,7 @@ use glimmer_quantize::{
 };
 use glimmer_server::sizing::host_memory;
 use glimmer_tensor::Cpu;
+use glimmer_text::Tokenizer;
 use indicatif::ProgressBar;
 
 use super::mend::damaged;
@@ -24,6 +25,7 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     }
     let budget = budget(args.budget_gib)?;
     let source = open::model(args.source.as_deref())?;
+    failure::warn(&speechless(&source));
     let calibration = if recipe.method == Method::Rtn { None } else { Some(calibration(args, &source, threads)?) };
     let samples = calibration.as_ref().map_or(&[][..], |c| &c.samples);
     let options = Options { budget, threads, resume: args.resume, ..Options::new(args.out.clone()) };
@@ -39,6 +41,7 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
                 (
                     Error::Interrupted
                     | Error::Busy { .. }
+                    | Error::Nested { .. }
                     | Error::NotEmpty { .. }
                     | Error::OtherRun { .. }
                     | Error::Unfinished { .. },
@@ -79,6 +82,16 @@ pub(crate) fn run(args: &QuantizeArgs, threads: usize) -> anyhow::Result<ExitCod
     let source = args.source.as_ref().map_or(String::new(), |dir| format!(" --source {}", quoted(dir)));
     writeln!(out, "next: glimmer verify {}{source}", quoted(&args.out))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What is said about a source whose artifact will not be able to answer.
+fn speechless(source: &Checkpoint) -> Vec<String> {
+    let remedy = "the artifact can be made without it, but generate and serve need it: put the model's own file there";
+    match source.file("tokenizer.json").map(|file| Tokenizer::from_bytes(file.as_slice())) {
+        Some(Ok(_)) => Vec::new(),
+        Some(Err(error)) => vec![format!("{}: {error}; {remedy}", source.location())],
+        None => vec![format!("{}: there is no tokenizer.json; {remedy}", source.location())],
+    }
 }
 
 /// The budget asked for, or one that goes by what is free.
