@@ -74,7 +74,7 @@ fn main() -> ExitCode {
         }
     }
     if wanted("sampler") {
-        failures += sampler::check(open());
+        failures += sampler::check(open()) + sampler::engine(&open);
     }
     if wanted("halves") {
         let options = Options { half_cache: true, ..options.clone() };

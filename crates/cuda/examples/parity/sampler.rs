@@ -1,10 +1,16 @@
 //! Tokens from rows of logits on the device against the engine's sampler.
 
+use std::collections::BTreeMap;
+
 use glimmer_cuda::Cuda;
-use glimmer_engine::{Sampler, rows::token};
+use glimmer_engine::{
+    Flow, Generator, Sampler, SequenceId, Settings,
+    request::{Request, Sampling},
+    rows::token,
+};
 use glimmer_tensor::{Backend, Draw, LogitChange, SampleRow, Samples};
 
-use crate::material::Random;
+use crate::{harness, material::Random};
 
 /// Logits of a row: how they are spread decides how many are equal, and where the largest is.
 fn logits(random: &mut Random, kind: usize, width: usize) -> Vec<f32> {
@@ -168,4 +174,66 @@ pub(crate) fn check(mut cuda: Cuda) -> usize {
     }
     println!("sampler: {total} rows");
     failures
+}
+
+/// Requests of all kinds; `read` asks for log-probabilities, so that the host reads every row.
+fn requests(read: bool) -> impl Iterator<Item = Request> {
+    (0..24u32).map(move |i| {
+        let (temperature, min_p, top_k, top_p) = DRAWS[i as usize % DRAWS.len()];
+        let mut sampling = Sampling { seed: Some(i64::from(i)), ..Sampling::greedy() };
+        if i % 3 > 0 {
+            sampling = Sampling { temperature, min_p, top_k: Some(top_k), top_p, ..sampling };
+        }
+        if i % 4 == 1 {
+            sampling.repetition_penalty = 1.2;
+            sampling.presence_penalty = 0.3;
+            sampling.frequency_penalty = 0.1;
+        }
+        if i % 5 == 2 {
+            sampling.logit_bias = vec![(320 + i, 4.0), (40, -3.0)];
+            sampling.bad_words = vec![vec![300 + i], vec![301, 302]];
+        }
+        if i % 7 == 3 {
+            sampling.allowed_tokens = Some((20..500).collect());
+        }
+        let mut request = Request::new(vec![300 + i, 301, 302, 40 + i], 80);
+        request.sampling = sampling;
+        request.limits.min_tokens = 20 * (i % 2);
+        request.limits.ignore_eos = i % 6 == 0;
+        request.logprobs = read.then_some(0);
+        request
+    })
+}
+
+/// Answers of the micro model.
+fn answers(cuda: Cuda, read: bool) -> Vec<Vec<u32>> {
+    let settings = Settings {
+        sequences: 9,
+        depth: 3,
+        prefix_caching: false,
+        context: Some(2048),
+        rows: 64,
+        ..Settings::default()
+    };
+    let mut generator = Generator::load(cuda, &harness::micro(), &settings).unwrap();
+    let mut answers = BTreeMap::<SequenceId, Vec<u32>>::new();
+    for request in requests(read) {
+        answers.insert(generator.submit(request).unwrap(), Vec::new());
+    }
+    generator
+        .run(&mut |id, event| {
+            answers.entry(id).or_default().extend(event.tokens.iter().map(|token| token.id));
+            Flow::Continue
+        })
+        .unwrap();
+    answers.into_values().collect()
+}
+
+/// Answers whose tokens are found on the device against those whose logits the host reads.
+pub(crate) fn engine(open: &dyn Fn() -> Cuda) -> usize {
+    let (found, read) = (answers(open(), false), answers(open(), true));
+    let same = found.iter().zip(&read).filter(|(a, b)| a == b).count();
+    let tokens: usize = read.iter().map(Vec::len).sum();
+    println!("sampler: {same} of {} answers are those of logits that the host reads, {tokens} tokens", read.len());
+    read.len() - same
 }

@@ -1,10 +1,10 @@
 // Tokens drawn from rows of logits: temperature, min-p, top-k, top-p, without sorting a row and without bringing it to the host.
 //
 // A cluster of eight blocks holds a row in shared memory, so that it comes from memory once. Tokens are counted in bins of 1/64 of
-// the temperature below the largest logit; a bin's count and the sum of its tokens' places in it bound its mass to 2e-4. From the
-// bins follow a window, which holds the end of the set that is drawn from, and a limit, above which tokens are listed. Listed
-// tokens weigh in f64 as on the host, the others in f32; the window's are sorted. A draw goes by token: through the sums of 128
-// segments, then through one segment.
+// the temperature below the largest logit, and of 1/32 where the best ones are counted off; a narrow bin's count bounds its mass to
+// 0.8 %. From the bins follow a window, which holds the end of the set that is drawn from, and a limit, above which tokens are
+// listed. Listed tokens weigh in f64 as on the host, the
+// others in f32; the window's are sorted. A draw goes by token: through the sums of 128 segments, then through one segment.
 //
 // What a sum can be wrong by is known. Where the end of the set or the draw comes closer to the next token than that, or the
 // window or a list is too full, the row is left to the host: a token that is given is the host's.
@@ -14,7 +14,10 @@
 #define WARPS 16
 #define BLOCKS 8
 #define SEGMENTS (BLOCKS * WARPS)
-#define BINS 2048
+#define BINS 1024
+#define COPIES 4
+// Tokens are counted down to this bin, 12 temperatures below the best or 24; those below are summed only.
+#define REACH 768
 #define WINDOW 1024
 // Listed tokens of a warp, and of a row.
 #define LISTED 256
@@ -37,17 +40,22 @@ struct Draw {
 };
 
 struct Shared {
-    u32 bins[2][BINS];
+    // The sorted window is in place of the bins.
+    union {
+        u32 bins[COPIES][BINS];
+        u64 sorted[WINDOW];
+    };
+    u32 counts[BINS / 2];
     u64 window[WINDOW];
     // A warp's segment: what is kept above the window and inside it, what is not listed, what is.
     double kept[WARPS], added[WARPS], rest[WARPS], all[WARPS];
-    double room[WARPS];
-    double ahead;
+    double room[WARPS], totals[SEGMENTS / 32][3];
+    double far, ahead;
     u32 count_room[WARPS];
     float largest;
-    u32 overrun, overfull, windowed;
+    u32 overfull, windowed;
     int low, high, limit, end, at;
-    u32 before;
+    u32 before, needed;
     u64 least;
     unsigned short listed[WARPS][LISTED];
     __align__(16) float row[4];
@@ -65,14 +73,6 @@ DEVICE u32 peer(const void *p, int rank) {
 DEVICE u32 peer_word(const void *p, int rank) {
     u32 v;
     asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(peer(p, rank)) : "memory");
-    return v;
-}
-DEVICE uint4 peer_words(const void *p, int rank) {
-    uint4 v;
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(peer(p, rank))
-                 : "memory");
     return v;
 }
 DEVICE u64 peer_long(const void *p, int rank) {
@@ -120,6 +120,13 @@ DEVICE double exponential(double x) {
     p = fma(p, r, 1.0);
     p = fma(p, r, 1.0);
     return p * __longlong_as_double((__double_as_longlong(shifted) + 1023) << 52);
+}
+
+// 2^x, to 2^-22 of its value.
+DEVICE float power(float x) {
+    float w;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(w) : "f"(x));
+    return w;
 }
 
 DEVICE double warp_total(double v) {
@@ -175,12 +182,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
     const float *from = logits + (u64)rule.row * width + first;
 
     // The row, and its largest logit.
-    for (int i = thread; i < 2 * BINS; i += THREADS) s.bins[0][i] = 0;
+    for (int i = thread; i < COPIES * BINS; i += THREADS) s.bins[0][i] = 0;
     if (thread == 0) {
-        s.overrun = s.overfull = s.windowed = 0;
+        s.overfull = s.windowed = 0;
         s.largest = -INFINITY;
         s.low = s.high = s.limit = s.end = s.at = -1;
-        s.before = 0;
+        s.before = s.needed = 0;
         s.least = 0;
         if (rank == 0) tokens[item] = NONE;
     }
@@ -198,13 +205,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
                 const int i = at + 128 * j;
                 if (i >= end) break;
                 float x[4] = {__uint_as_float(v[j].x), __uint_as_float(v[j].y), __uint_as_float(v[j].z), __uint_as_float(v[j].w)};
-                const u32 bits = rule.mask == NONE ? FULL : masks[rule.mask + (first + i) / 32] >> ((first + i) & 31);
+                if (rule.mask != NONE) {
+                    const u32 bits = masks[rule.mask + (first + i) / 32] >> ((first + i) & 31);
 #pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    if (i + e >= end) x[e] = -INFINITY;
-                    if (!(bits >> e & 1) && x[e] == x[e]) x[e] = -INFINITY;
-                    best = most(best, x[e]);
+                    for (int e = 0; e < 4; e++)
+                        if (!(bits >> e & 1) && x[e] == x[e]) x[e] = -INFINITY;
                 }
+                if (i + 4 > end) {
+#pragma unroll
+                    for (int e = 1; e < 4; e++)
+                        if (i + e >= end) x[e] = -INFINITY;
+                }
+                best = most(best, most(most(x[0], x[1]), most(x[2], x[3])));
                 *(float4 *)(s.row + i) = make_float4(x[0], x[1], x[2], x[3]);
             }
         }
@@ -215,6 +227,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
             best = most(best, x);
             s.row[i] = x;
         }
+        // What is read four at a time reads nothing else.
+        if (end > begin && lane < (-end & 3)) s.row[end + lane] = -INFINITY;
     }
     let_next_begin();
     __syncthreads();
@@ -242,100 +256,102 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
         return;
     }
 
-    // Counts in bins: 1 in the upper half of a word, the place in the bin in 64ths in the lower.
+    // Counts in bins, two to a word; the sum of what is below.
     const float floor = __double2float_ru(how.floor == -(double)INFINITY ? -1.7e308 : __dadd_rn((double)best, how.floor));
-    const float bins = (float)(64.0 * how.steepness), powers = (float)(-1.4426950408889634 * how.steepness);
-    u32 binned = 0;
-    for (int i = begin + lane; i < end; i += 32) {
-        const float x = s.row[i];
-        const float y = (best - x) * bins;
-        if (x >= floor && y < (float)BINS) {
-            const int bin = (int)y;
-            atomicAdd(&s.bins[warp & 1][bin], 0x10000u + (u32)((y - (float)bin) * 64.0f));
-            binned++;
+    const float parts = how.top_k > 0 ? 32.0f : 64.0f;
+    const float bins = (float)(parts * how.steepness), powers = -1.4426950408889634f / parts;
+    float light = 0.0f;
+    u32 *own_bins = s.bins[warp % COPIES];
+    for (int i = begin + 4 * lane; i < end; i += 128) {
+        const float4 four = *(const float4 *)(s.row + i);
+        const float x[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float y = (best - x[e]) * bins;
+            if (x[e] >= floor) {
+                if (y < (float)REACH)
+                    atomicAdd(&own_bins[(int)y], 1u);
+                else
+                    light += power(y * powers);
+            }
         }
     }
-    u32 total_binned;
-    before_thread(binned, s.count_room, total_binned);
     {
-        u32 a[4], b[4], counted = 0;
+        double far;
+        before_thread((double)light, s.room, far);
+        u32 n[2] = {};
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            a[j] = s.bins[0][4 * thread + j];
-            b[j] = s.bins[1][4 * thread + j];
-            s.bins[0][4 * thread + j] = (a[j] >> 16) + (b[j] >> 16);
-            s.bins[1][4 * thread + j] = (a[j] & 0xffffu) + (b[j] & 0xffffu);
-            counted += (a[j] >> 16) + (b[j] >> 16);
+        for (int c = 0; c < COPIES; c++) {
+            n[0] += s.bins[c][2 * thread];
+            n[1] += s.bins[c][2 * thread + 1];
         }
-        u32 total_counted;
-        before_thread(counted, s.count_room, total_counted);
-        // A lower half that ran over has counted one more.
-        if (thread == 0 && total_counted != total_binned) s.overrun = 1;
+        s.counts[thread] = n[0] | n[1] << 16;
+        if (thread == 0) s.far = far;
     }
     cluster_meet();
 
-    // Counts and masses of all before each bin; the window and the limit.
-    u32 bad = 0;
-    for (int b = 0; b < BLOCKS; b++) bad |= peer_word(&s.overrun, b);
+    // The window and the limit, from counts and masses of all before each bin.
     const bool by_rank = how.top_k > 0, by_mass = how.top_p < 1.0, narrowed = by_rank || by_mass;
+    u32 bad = 0;
     {
-        u32 n[4] = {}, places[4] = {};
+        u32 n[2] = {};
+        double far = 0.0;
         for (int b = 0; b < BLOCKS; b++) {
-            const uint4 c = peer_words(&s.bins[0][4 * thread], b), q = peer_words(&s.bins[1][4 * thread], b);
-            n[0] += c.x, n[1] += c.y, n[2] += c.z, n[3] += c.w;
-            places[0] += q.x, places[1] += q.y, places[2] += q.z, places[3] += q.w;
+            const u32 pair = peer_word(&s.counts[thread], b);
+            n[0] += pair & 0xffffu;
+            n[1] += pair >> 16;
+            far += peer_double(&s.far, b);
         }
-        // 1 - e^(-1/64), in 64ths.
-        const double slope = 0.015503562994591;
-        double mass[4], sum = 0.0;
-        u32 counted = 0;
-        double edge = exponential(-4.0 / 64.0 * thread);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            mass[j] = edge * (n[j] - slope * (places[j] + 0.5 * n[j]) / 64.0);
-            edge *= 1.0 - slope;
-            sum += mass[j];
-            counted += n[j];
-        }
+        // (1 + e^(-1/64)) / 2, which is 0.8 % from either edge of a bin, and e^(-1/64).
+        const double middle = 0.992248218502704, step = 0.984496437005408, wrong = 0.0079;
+        const double edge = middle * exponential(-2.0 / 64.0 * thread);
+        const double mass[2] = {n[0] * edge, n[1] * edge * step};
         double total;
         u32 all;
-        double mass_before = before_thread(sum, s.room, total);
-        u32 before = before_thread(counted, s.count_room, all);
-        const double goal = how.top_p * total, slack = 2e-4 * total;
+        double heavy = before_thread(mass[0] + mass[1], s.room, total);
+        u32 before = before_thread(n[0] + n[1], s.count_room, all);
+        total += far;
+        // Whether so much mass from the best down may be, and is for certain, all that is kept.
+        const double odds = how.top_p, against = 1.0 - how.top_p;
+        bool may = heavy * (1.0 + wrong) * against >= odds * (total - heavy) * (1.0 - wrong);
+        bool sure = heavy * (1.0 - wrong) * against >= odds * (total - heavy) * (1.0 + wrong);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int bin = 4 * thread + j;
+        for (int j = 0; j < 2; j++) {
+            const int bin = 2 * thread + j;
             const u32 after = before + n[j];
-            const double mass_after = mass_before + mass[j];
+            heavy += mass[j];
+            const bool may_after = heavy * (1.0 + wrong) * against >= odds * (total - heavy) * (1.0 - wrong);
+            const bool sure_after = heavy * (1.0 - wrong) * against >= odds * (total - heavy) * (1.0 + wrong);
             if (by_rank) {
                 if (before < how.top_k && after >= how.top_k) {
                     s.high = bin;
+                    s.needed = after;
                     if (!by_mass) s.low = bin, s.before = before;
                 }
             } else if (by_mass) {
-                if (mass_before < goal - slack && mass_after >= goal - slack) s.low = bin;
-                if (mass_before < goal + slack && mass_after >= goal + slack) s.high = bin;
+                if (!may && may_after) s.low = bin;
+                if (!sure && sure_after) s.high = bin, s.needed = after;
             }
             // The last bin up to which not too many are counted.
-            if (after <= LIMIT && (bin == BINS - 1 || after + (j < 3 ? n[j + 1 & 3] : 0) > LIMIT)) s.limit = bin;
+            if (j == 0 && after <= LIMIT && after + n[1] > LIMIT) s.limit = bin;
             before = after;
-            mass_before = mass_after;
+            may = may_after;
+            sure = sure_after;
         }
         __syncthreads();
         const int inside = s.limit;
         __syncthreads();
         if (all <= LIMIT) {
-            if (thread == 0) s.limit = BINS - 1;
+            if (thread == 0) s.limit = REACH - 1;
         } else if (inside < 0 && before <= LIMIT) {
             // The step over the limit lies between the bins of two threads.
-            atomicMax(&s.limit, 4 * thread + 3);
+            atomicMax(&s.limit, 2 * thread + 1);
         }
         if (by_rank && by_mass && thread == 0) s.low = 0;
-        if (by_mass && !by_rank && thread == 0 && s.low < 0) s.low = 0;
         __syncthreads();
     }
-    const int low = s.low, high = s.high, limit = s.limit;
-    if (narrowed && (high < 0 || low < 0 || high > limit)) bad = 1;
+    const int low = s.low, high = s.high, limit = max_of(s.limit, high);
+    if (narrowed && (high < 0 || low < 0 || s.needed > LIMIT)) bad = 1;
     if (bad) {
         cluster_meet();
         return;
@@ -343,19 +359,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
 
     // Lists; the others' mass.
     int listed = 0;
-    float light = 0.0f;
-    for (int i = begin; i < end; i += 32) {
-        const float x = i + lane < end ? s.row[i + lane] : -INFINITY;
-        const float y = (best - x) * bins;
-        const bool exists = x >= floor, heavy = exists && y < (float)(limit + 1);
-        const u32 lanes = __ballot_sync(FULL, heavy);
-        const int place = listed + __popc(lanes & (1u << lane) - 1);
-        if (heavy && place < LISTED) s.listed[warp][place] = i + lane;
-        listed += __popc(lanes);
-        if (exists && !heavy) {
-            float w;
-            asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(w) : "f"((best - x) * powers));
-            light += w;
+    for (int i = begin; i < end; i += 128) {
+        const int at = i + 4 * lane;
+        float x[4] = {-INFINITY, -INFINITY, -INFINITY, -INFINITY};
+        if (at < end) {
+            const float4 four = *(const float4 *)(s.row + at);
+            x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+        }
+        const float y = (best - most(most(x[0], x[1]), most(x[2], x[3]))) * bins;
+        // Mostly all four are below what is counted.
+        if (!__any_sync(FULL, y < (float)REACH)) continue;
+        u32 heavy = 0;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const float y = (best - x[e]) * bins;
+            if (x[e] >= floor && y < (float)REACH) {
+                if (y < (float)(limit + 1))
+                    heavy |= 1u << e;
+                else
+                    light += power(y * powers);
+            }
+        }
+        if (!__any_sync(FULL, heavy != 0)) continue;
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+            const bool mine = heavy >> e & 1;
+            const u32 lanes = __ballot_sync(FULL, mine);
+            const int place = listed + __popc(lanes & (1u << lane) - 1);
+            if (mine && place < LISTED) s.listed[warp][place] = at + e;
+            listed += __popc(lanes);
         }
     }
     __syncwarp();
@@ -392,20 +424,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
         windowed += n;
     }
     double mass = 0.0, lighter = 0.0, above = 0.0;
-    if (thread < SEGMENTS) {
-        mass = peer_double(&s.all[thread % WARPS], thread / WARPS);
-        lighter = peer_double(&s.rest[thread % WARPS], thread / WARPS);
-        above = peer_double(&s.kept[thread % WARPS], thread / WARPS);
+    if (warp < SEGMENTS / 32) {
+        mass = warp_total(peer_double(&s.all[thread % WARPS], thread / WARPS));
+        lighter = warp_total(peer_double(&s.rest[thread % WARPS], thread / WARPS));
+        above = warp_total(peer_double(&s.kept[thread % WARPS], thread / WARPS));
+        if (lane == 0) s.totals[warp][0] = mass, s.totals[warp][1] = lighter, s.totals[warp][2] = above;
     }
-    before_thread(mass, s.room, mass);
-    before_thread(lighter, s.room, lighter);
-    before_thread(above, s.room, above);
+    __syncthreads();
+    mass = lighter = above = 0.0;
+#pragma unroll
+    for (int w = 0; w < SEGMENTS / 32; w++) mass += s.totals[w][0], lighter += s.totals[w][1], above += s.totals[w][2];
     if (bad || windowed > WINDOW) {
         cluster_meet();
         return;
     }
     const double whole = mass + lighter, unsure = 8e-6 * lighter + 1e-11 * whole;
-    u64 *sorted = (u64 *)s.bins;
+    u64 *sorted = s.sorted;
     if (narrowed) {
         int size = 32;
         while (size < (int)windowed) size *= 2;
@@ -423,9 +457,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
                     const u64 a = sorted[i], b = sorted[k];
                     if ((a < b) == ((i & run) == 0)) sorted[i] = b, sorted[k] = a;
                 }
-                __syncthreads();
+                // Up to 64 are one warp's.
+                if (size > 64) __syncthreads();
+                else __syncwarp();
             }
         }
+        __syncthreads();
         const int most_kept = by_rank ? (int)(how.top_k - s.before) : (int)windowed;
         double w[2];
         for (int j = 0; j < 2; j++) {
@@ -472,7 +509,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
         s.at = thread;
         s.ahead = ahead;
     }
-    __syncthreads();
+    // Nobody reads another's memory from here on.
+    cluster_meet();
     const int segment_of = s.at;
     const double start = s.ahead;
     // The segment is looked through by its block.
@@ -498,5 +536,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) draw(const float *logit
                 at += w;
             }
     }
-    cluster_meet();
 }

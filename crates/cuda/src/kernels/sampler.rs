@@ -36,7 +36,7 @@ const STEP: usize = 128;
 const DRAW_BLOCKS: usize = 8;
 const DRAW_THREADS: usize = 512;
 const DRAW_WARPS: usize = DRAW_THREADS / 32;
-pub(crate) const DRAW_HEAD: usize = 33_536;
+pub(crate) const DRAW_HEAD: usize = 35_680;
 
 /// Bytes of shared memory of a block at most.
 const SHARED: usize = 227 << 10;
