@@ -20,6 +20,9 @@ const WORTH_SPLITTING: usize = 1 << 16;
 /// Outputs of a task at most.
 const TASK_OUTPUTS: usize = 64;
 
+/// The same for a single row, which reads weights in sequence: the longer, the better memory serves it.
+const TASK_OUTPUTS_SINGLE: usize = 256;
+
 /// Rows that a task takes at a time.
 const BLOCK_ROWS: usize = 64;
 
@@ -122,7 +125,8 @@ pub(super) fn outputs_a_task(threads: usize, rows: usize, outputs: usize, column
     if rows * outputs * columns < WORTH_SPLITTING {
         return outputs.max(1);
     }
-    outputs.div_ceil(4 * threads).next_multiple_of(8).min(TASK_OUTPUTS)
+    let most = if rows == 1 { TASK_OUTPUTS_SINGLE } else { TASK_OUTPUTS };
+    outputs.div_ceil(4 * threads).next_multiple_of(8).min(most)
 }
 
 /// Calls `sink(row, products)` for each row with its products with `outputs` of the matrix and the bias added.

@@ -40,6 +40,14 @@ impl Simd for Avx512 {
         proved!(_mm512_set1_ps(x))
     }
     #[inline(always)]
+    fn splat_bf16(self, bytes: [u8; 2]) -> __m512 {
+        // A broadcast of the half word comes straight from memory; one of an f32 would go through a general register.
+        proved!({
+            let both = _mm512_set1_epi16(i16::from_le_bytes(bytes));
+            _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(0xffff_0000_u32.cast_signed())))
+        })
+    }
+    #[inline(always)]
     fn load(self, x: &[f32; LANES]) -> __m512 {
         proved!(_mm512_loadu_ps(x.as_ptr()))
     }
@@ -78,6 +86,22 @@ impl Simd for Avx512 {
             let b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps::<1>(a));
             let c = _mm_add_ps(b, _mm_movehl_ps(b, b));
             _mm_cvtss_f32(_mm_add_ss(c, _mm_shuffle_ps::<1>(c, c)))
+        })
+    }
+    #[inline(always)]
+    fn sums(self, [a, b, c, d]: [__m512; 4]) -> [f32; 4] {
+        // The tree of `sum` on four at a time: halves, quarters and pairs of different sums share a register.
+        proved!({
+            let ab = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(a, b), _mm512_shuffle_f32x4::<0xee>(a, b));
+            let cd = _mm512_add_ps(_mm512_shuffle_f32x4::<0x44>(c, d), _mm512_shuffle_f32x4::<0xee>(c, d));
+            let s = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
+            let s = _mm512_add_ps(s, _mm512_permute_ps::<0x4e>(s));
+            let s = _mm512_add_ps(s, _mm512_permute_ps::<0xb1>(s));
+            // Every lane of a quarter holds its sum.
+            let first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+            let mut sums = [0.0; 4];
+            _mm_storeu_ps(sums.as_mut_ptr(), _mm512_castps512_ps128(_mm512_permutexvar_ps(first, s)));
+            sums
         })
     }
     #[inline(always)]

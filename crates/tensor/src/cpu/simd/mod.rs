@@ -43,7 +43,7 @@ use avx2::Avx2;
 use avx512::Avx512;
 use scalar::Scalar;
 
-use super::types::LANES;
+use super::types::{LANES, widen};
 
 /// An instruction set that the CPU backend can use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -156,6 +156,11 @@ pub trait Simd: Copy {
 
     /// The same value in every lane.
     fn splat(self, x: f32) -> Self::V;
+    /// The same BF16 in every lane.
+    #[inline(always)]
+    fn splat_bf16(self, bytes: [u8; 2]) -> Self::V {
+        self.splat(widen(bytes))
+    }
     /// Sixteen values.
     fn load(self, x: &[f32; LANES]) -> Self::V;
     /// Writes the lanes.
@@ -174,6 +179,11 @@ pub trait Simd: Copy {
     fn sqrt(self, v: Self::V) -> Self::V;
     /// The sum of the lanes: lane `i` plus lane `i + 8`, then `+ 4`, `+ 2`, `+ 1`.
     fn sum(self, v: Self::V) -> f32;
+    /// [`Simd::sum`] of four.
+    #[inline(always)]
+    fn sums(self, v: [Self::V; 4]) -> [f32; 4] {
+        [self.sum(v[0]), self.sum(v[1]), self.sum(v[2]), self.sum(v[3])]
+    }
     /// Sixteen values at any address.
     ///
     /// # Safety
@@ -196,7 +206,7 @@ pub trait Simd: Copy {
     fn codes(self, words: Self::W) -> Self::V;
     /// The words shifted right by a nibble.
     fn next_nibble(self, words: Self::W) -> Self::W;
-    /// Hints that the line at `address` (any address) will be read.
+    /// Hints that the line at `address` (any address) will be read soon.
     #[inline(always)]
     fn prefetch(self, address: *const u8) {
         #[cfg(target_arch = "x86_64")]
@@ -204,6 +214,18 @@ pub trait Simd: Copy {
         unsafe {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
             _mm_prefetch::<_MM_HINT_T0>(address.cast());
+        }
+        #[cfg(not(target_arch = "x86_64"))]
+        let _ = address;
+    }
+    /// Hints that the second-level cache should have the line at `address` (any address).
+    #[inline(always)]
+    fn prefetch_second(self, address: *const u8) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: every x86-64 has the instruction, and it never faults.
+        unsafe {
+            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+            _mm_prefetch::<_MM_HINT_T1>(address.cast());
         }
         #[cfg(not(target_arch = "x86_64"))]
         let _ = address;

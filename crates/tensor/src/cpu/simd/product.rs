@@ -13,7 +13,7 @@ use std::ops::Range;
 
 use super::{
     Kernel, Simd,
-    weights::{Bf16, F32, Int4, Weights},
+    weights::{Ahead, Bf16, F32, Int4, Weights},
 };
 use crate::cpu::types::{CpuMatrix, LANES};
 
@@ -117,14 +117,17 @@ impl Task<'_> {
     fn run<S: Simd, W: Weights>(mut self, simd: S, weights: W) {
         let blocks = weights.columns().div_ceil(W::BLOCK);
         if self.rows == 1 {
-            // Weights are used once, so there is nothing to keep near. Many outputs at a time cover the latency of a sum.
+            // Weights are used once, so there is nothing to keep near.
             let mut column = 0;
             while column < self.width {
                 let place = Place { column, row: 0, strip: 0 };
+                let (all, ahead) = (0..blocks, Ahead::Sequence);
                 column += match self.width - column {
-                    left if S::WIDE && left >= 8 => self.tile::<S, W, 8, 1>(simd, weights, place, 0..blocks, blocks),
-                    left if left >= 4 => self.tile::<S, W, 4, 1>(simd, weights, place, 0..blocks, blocks),
-                    _ => self.tile::<S, W, 1, 1>(simd, weights, place, 0..blocks, blocks),
+                    left if S::WIDE && W::OUTPUTS == 8 && left >= 8 => {
+                        self.tile::<S, W, 8, 1>(simd, weights, place, all, blocks, ahead)
+                    }
+                    left if left >= 4 => self.tile::<S, W, 4, 1>(simd, weights, place, all, blocks, ahead),
+                    _ => self.tile::<S, W, 1, 1>(simd, weights, place, all, blocks, ahead),
                 };
             }
             return;
@@ -171,13 +174,16 @@ impl Task<'_> {
         piece: Range<usize>,
         blocks: usize,
     ) -> usize {
+        // Narrow tiles have no registers left for a choice.
+        let fresh = R == 1 || (S::WIDE && row == 0);
+        let ahead = if fresh { Ahead::Tile } else { Ahead::Nothing };
         let mut column = strip.start;
         while column < strip.end {
             let place = Place { column, row, strip: strip.start };
             column += if strip.end - column >= O {
-                self.tile::<S, W, O, R>(simd, weights, place, piece.clone(), blocks)
+                self.tile::<S, W, O, R>(simd, weights, place, piece.clone(), blocks, ahead)
             } else {
-                self.tile::<S, W, 1, R>(simd, weights, place, piece.clone(), blocks)
+                self.tile::<S, W, 1, R>(simd, weights, place, piece.clone(), blocks, ahead)
             };
         }
         R
@@ -192,6 +198,7 @@ impl Task<'_> {
         place: Place,
         piece: Range<usize>,
         blocks: usize,
+        ahead: Ahead,
     ) -> usize {
         let Place { column, row, strip } = place;
         let mut sums = [[simd.splat(0.0); O]; R];
@@ -207,14 +214,20 @@ impl Task<'_> {
             inputs[r] = self.x.row(row + r);
         }
         let last = piece.end == blocks;
-        // Narrow tiles have no registers left for a choice.
-        let fresh = R == 1 || (S::WIDE && row == 0);
-        weights.add::<S, O, R>(simd, self.first + column, piece, inputs, fresh, &mut sums);
+        weights.add::<S, O, R>(simd, self.first + column, piece, inputs, ahead, &mut sums);
         for r in 0..R {
-            for o in 0..O {
-                if last {
-                    self.y[(row + r) * self.width + column + o] = simd.sum(sums[r][o]);
-                } else {
+            if last {
+                let y = &mut self.y[(row + r) * self.width + column..][..O];
+                let (fours, rest) = y.as_chunks_mut::<4>();
+                let (sums, single) = sums[r].as_chunks::<4>();
+                for (y, sums) in fours.iter_mut().zip(sums) {
+                    *y = simd.sums(*sums);
+                }
+                for (y, sum) in rest.iter_mut().zip(single) {
+                    *y = simd.sum(*sum);
+                }
+            } else {
+                for o in 0..O {
                     simd.store(sums[r][o], &mut self.sums[(row + r) * STRIP + column - strip + o]);
                 }
             }

@@ -22,6 +22,7 @@ impl Kernel for Everything<'_> {
         let (at, words_at) = unsafe { (simd.load_at(self.a.as_ptr()), simd.words_at(block.as_ptr())) };
         let results = [
             ("splat", simd.splat(self.a[3])),
+            ("splat_bf16", simd.splat_bf16([block[6], block[7]])),
             ("load", a),
             ("add", simd.add(a, b)),
             ("sub", simd.sub(a, b)),
@@ -37,7 +38,9 @@ impl Kernel for Everything<'_> {
             ("codes", simd.codes(words)),
             ("codes of the next nibble", simd.codes(simd.next_nibble(words))),
         ];
-        let mut found = vec![("sum", vec![canonical(simd.sum(a))])];
+        let sums = [a, b, c, simd.add(a, c)];
+        let mut found = vec![("sum", sums.map(|v| canonical(simd.sum(v))).to_vec())];
+        assert_eq!(simd.sums(sums).map(canonical)[..], found[0].1, "four sums are four times one");
         for (name, v) in results {
             let mut lanes = [0.0; LANES];
             simd.store(v, &mut lanes);

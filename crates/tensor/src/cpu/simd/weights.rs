@@ -8,34 +8,86 @@
 use std::ops::Range;
 
 use super::Simd;
-use crate::cpu::types::{GROUP, LANES, widen};
+use crate::cpu::types::{GROUP, LANES};
 
 /// Stored rows of one kind.
 pub(super) trait Weights: Copy {
     /// Columns of a block.
     const BLOCK: usize;
+    /// Outputs of a tile with a single row where registers are many: enough sums to cover the latency of one.
+    const OUTPUTS: usize;
 
     /// Columns of a row.
     fn columns(self) -> usize;
 
-    /// Adds the products of some blocks of the columns to the sums of `O` outputs (from `output` on) with `R` rows. When the
-    /// weights are `fresh`, not in a cache yet, later ones are asked for in advance.
+    /// Adds the products of some blocks of the columns to the sums of `O` outputs (from `output` on) with `R` rows, asking
+    /// for later weights in advance as `ahead` says.
     fn add<S: Simd, const O: usize, const R: usize>(
         self,
         simd: S,
         output: usize,
         blocks: Range<usize>,
         x: [&[f32]; R],
-        fresh: bool,
+        ahead: Ahead,
         sums: &mut [[S::V; O]; R],
     );
 }
 
-/// How many bytes ahead weights are asked for: the same place in the next tile, or, where rows are so long that the hardware
-/// notices them, some lines.
-#[inline(always)]
-fn ahead(tile_bytes: usize) -> usize {
-    if tile_bytes <= 1 << 14 { tile_bytes } else { 1 << 10 }
+/// Which weights a tile asks for before they are needed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Ahead {
+    /// None: they are in a cache.
+    Nothing,
+    /// The same place in the next tile, or, where rows are so long that the hardware notices them, some lines.
+    Tile,
+    /// What follows the whole tile in memory, line after line, into the second-level cache: memory gives a sequence faster
+    /// than the same lines in the order in which several rows need them.
+    Sequence,
+}
+
+/// How far behind the end of the tile a sequence is asked for, bytes.
+const LEAD: usize = 1 << 12;
+
+/// Longest way to the end of a tile, bytes: the cache holds it several times.
+const FAR: usize = 1 << 17;
+
+/// Asks for the weights that come after a tile of `O` rows.
+#[derive(Clone, Copy)]
+struct Asking<const O: usize> {
+    ahead: Ahead,
+    /// Where output `o` begins to ask: at `starts[o]`.
+    starts: [*const u8; O],
+    /// Bytes from block to block.
+    step: usize,
+}
+
+impl<const O: usize> Asking<O> {
+    #[inline(always)]
+    fn new(ahead: Ahead, rows: [*const u8; O], size: usize) -> Self {
+        let tile = O * size;
+        let mut starts = rows;
+        if ahead == Ahead::Sequence {
+            for o in 0..O {
+                starts[o] = rows[0].wrapping_add(tile.min(FAR) + LEAD + 64 * o);
+            }
+            return Self { ahead, starts, step: 64 * O };
+        }
+        for o in 0..O {
+            starts[o] = rows[o].wrapping_add(if tile <= 1 << 14 { tile } else { 1 << 10 });
+        }
+        Self { ahead, starts, step: 64 }
+    }
+
+    /// Asks for a line while output `o` is at `block`.
+    #[inline(always)]
+    fn ask<S: Simd>(&self, simd: S, o: usize, block: usize) {
+        let address = self.starts[o].wrapping_add(self.step * block);
+        match self.ahead {
+            Ahead::Nothing => {}
+            Ahead::Tile => simd.prefetch(address),
+            Ahead::Sequence => simd.prefetch_second(address),
+        }
+    }
 }
 
 /// Pointers to `O` rows of `size` bytes that start with `output`.
@@ -68,6 +120,7 @@ pub(super) struct Bf16<'a> {
 
 impl Weights for Bf16<'_> {
     const BLOCK: usize = 2 * LANES;
+    const OUTPUTS: usize = 8;
 
     #[inline(always)]
     fn columns(self) -> usize {
@@ -81,13 +134,13 @@ impl Weights for Bf16<'_> {
         output: usize,
         blocks: Range<usize>,
         x: [&[f32]; R],
-        fresh: bool,
+        ahead: Ahead,
         sums: &mut [[S::V; O]; R],
     ) {
         let size = 2 * self.columns;
         let rows = row_pointers::<O>(self.bytes, output, size);
         let inputs = input_pointers(x, blocks.end * Self::BLOCK);
-        let ahead = ahead(O * size);
+        let asking = Asking::new(ahead, rows, size);
         let whole = blocks.end.min(size / 64);
         for b in blocks.start..whole {
             let mut even = [simd.splat(0.0); R];
@@ -98,9 +151,7 @@ impl Weights for Bf16<'_> {
                     unsafe { (simd.load_at(inputs[r].add(32 * b)), simd.load_at(inputs[r].add(32 * b + 16))) };
             }
             for o in 0..O {
-                if fresh {
-                    simd.prefetch(rows[o].wrapping_add(64 * b + ahead));
-                }
+                asking.ask(simd, o, b);
                 // SAFETY: `row_pointers` has found whole rows, and the block is whole.
                 let words = unsafe { simd.words_at(rows[o].add(64 * b)) };
                 let (first, second) = (simd.low_bf16(words), simd.high_bf16(words));
@@ -135,6 +186,7 @@ pub(super) struct F32<'a> {
 
 impl Weights for F32<'_> {
     const BLOCK: usize = LANES;
+    const OUTPUTS: usize = 8;
 
     #[inline(always)]
     fn columns(self) -> usize {
@@ -148,13 +200,13 @@ impl Weights for F32<'_> {
         output: usize,
         blocks: Range<usize>,
         x: [&[f32]; R],
-        fresh: bool,
+        ahead: Ahead,
         sums: &mut [[S::V; O]; R],
     ) {
         let size = 4 * self.columns;
         let rows = row_pointers::<O>(self.bytes, output, size);
         let inputs = input_pointers(x, blocks.end * Self::BLOCK);
-        let ahead = ahead(O * size);
+        let asking = Asking::new(ahead, rows, size);
         let whole = blocks.end.min(size / 64);
         for b in blocks.start..whole {
             let mut activations = [simd.splat(0.0); R];
@@ -163,9 +215,7 @@ impl Weights for F32<'_> {
                 activations[r] = unsafe { simd.load_at(inputs[r].add(16 * b)) };
             }
             for o in 0..O {
-                if fresh {
-                    simd.prefetch(rows[o].wrapping_add(64 * b + ahead));
-                }
+                asking.ask(simd, o, b);
                 // SAFETY: `row_pointers` has found whole rows, and the block is whole.
                 let w = simd.as_f32(unsafe { simd.words_at(rows[o].add(64 * b)) });
                 for r in 0..R {
@@ -197,6 +247,8 @@ pub(super) struct Int4<'a> {
 
 impl Weights for Int4<'_> {
     const BLOCK: usize = GROUP;
+    // The sums of the next group start anew, so those of two groups run at the same time.
+    const OUTPUTS: usize = 4;
 
     #[inline(always)]
     fn columns(self) -> usize {
@@ -210,14 +262,14 @@ impl Weights for Int4<'_> {
         output: usize,
         blocks: Range<usize>,
         x: [&[f32]; R],
-        fresh: bool,
+        ahead: Ahead,
         sums: &mut [[S::V; O]; R],
     ) {
         let groups = self.columns / GROUP;
         let size = 64 * groups;
         let rows = row_pointers::<O>(self.packed, output, size);
         let inputs = input_pointers(x, blocks.end * Self::BLOCK);
-        let ahead = ahead(O * size);
+        let asking = Asking::new(ahead, rows, size);
         let mut scales = [&[] as &[[u8; 2]]; O];
         for o in 0..O {
             scales[o] = &self.scale.as_chunks::<2>().0[(output + o) * groups..][..blocks.end];
@@ -228,9 +280,7 @@ impl Weights for Int4<'_> {
             // SAFETY: `row_pointers` has found whole rows, which have this group.
             let mut words = [unsafe { simd.words_at(rows[0].add(64 * g)) }; O];
             for o in 0..O {
-                if fresh {
-                    simd.prefetch(rows[o].wrapping_add(64 * g + ahead));
-                }
+                asking.ask(simd, o, g);
                 // SAFETY: as above.
                 words[o] = unsafe { simd.words_at(rows[o].add(64 * g)) };
             }
@@ -249,7 +299,7 @@ impl Weights for Int4<'_> {
                 }
             }
             for o in 0..O {
-                let scale = simd.splat(widen(scales[o][g]));
+                let scale = simd.splat_bf16(scales[o][g]);
                 for r in 0..R {
                     sums[r][o] = simd.fma(scale, group[r][o], sums[r][o]);
                 }
