@@ -195,14 +195,14 @@ impl<B: Backend> Runner<B> {
         for (first, rows) in chunks(rows, self.limits.max_rows) {
             self.load_streams(streams, first, rows)?;
             self.mix_and_route(layer, rows)?;
+            self.backend.read_rows(&self.work.x, hidden, &mut x[first * hidden..(first + rows) * hidden])?;
+            if routes.top == 0 {
+                continue;
+            }
             for row in 0..rows {
-                let at = (first + row) * hidden;
-                self.backend.read(&self.work.x, row, &mut x[at..at + hidden])?;
-                if routes.top > 0 {
-                    for (expert, weight) in self.backend.read_routing(&self.work.routing, row) {
-                        routes.experts.push(expert);
-                        routes.weights.push(weight);
-                    }
+                for (expert, weight) in self.backend.read_routing(&self.work.routing, row) {
+                    routes.experts.push(expert);
+                    routes.weights.push(weight);
                 }
             }
         }
@@ -249,17 +249,12 @@ impl<B: Backend> Runner<B> {
         expect_length("expert inputs", rows * hidden, x.len())?;
         expect_length("expert activations", rows * width, act.len())?;
         for (first, rows) in chunks(rows, self.limits.max_rows) {
-            for row in 0..rows {
-                let at = (first + row) * hidden;
-                self.backend.write(&mut self.work.x, row, &x[at..at + hidden])?;
-            }
+            self.backend.write_rows(&mut self.work.x, hidden, &x[first * hidden..(first + rows) * hidden])?;
             let work = &mut self.work;
             let limit = self.config.swiglu_limit;
             self.backend.swiglu(rows, expert, limit, &work.x, &mut work.expert_act, &mut work.y)?;
-            for row in 0..rows {
-                let at = (first + row) * width;
-                self.backend.read(&self.work.expert_act, row, &mut act[at..at + width])?;
-            }
+            let act = &mut act[first * width..(first + rows) * width];
+            self.backend.read_rows(&self.work.expert_act, width, act)?;
         }
         Ok(())
     }
@@ -300,18 +295,14 @@ impl<B: Backend> Runner<B> {
 
     fn load_streams(&mut self, streams: &[f32], first: usize, rows: usize) -> Result<()> {
         let width = self.stream_width();
-        for (row, values) in streams[first * width..(first + rows) * width].chunks_exact(width).enumerate() {
-            self.backend.write(&mut self.work.streams.x, row, values)?;
-        }
-        Ok(())
+        let values = &streams[first * width..(first + rows) * width];
+        Ok(self.backend.write_rows(&mut self.work.streams.x, width, values)?)
     }
 
     fn store_streams(&self, streams: &mut [f32], first: usize, rows: usize) -> Result<()> {
         let width = self.stream_width();
-        for (row, values) in streams[first * width..(first + rows) * width].chunks_exact_mut(width).enumerate() {
-            self.backend.read(&self.work.streams.x, row, values)?;
-        }
-        Ok(())
+        let values = &mut streams[first * width..(first + rows) * width];
+        Ok(self.backend.read_rows(&self.work.streams.x, width, values)?)
     }
 }
 

@@ -300,6 +300,16 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     /// Reads row `row` from column 0 into `values`.
     fn read(&self, buffer: &Self::Buffer, row: usize, values: &mut [f32]) -> Result<()>;
 
+    /// Writes `[rows, width]` f32 values into the first rows of a buffer, each from column 0.
+    fn write_rows(&self, buffer: &mut Self::Buffer, width: usize, values: &[f32]) -> Result<()> {
+        values.chunks(width.max(1)).enumerate().try_for_each(|(row, values)| self.write(buffer, row, values))
+    }
+
+    /// Reads the first rows of a buffer, each from column 0, into `values`, `[rows, width]`.
+    fn read_rows(&self, buffer: &Self::Buffer, width: usize, values: &mut [f32]) -> Result<()> {
+        values.chunks_mut(width.max(1)).enumerate().try_for_each(|(row, values)| self.read(buffer, row, values))
+    }
+
     /// Selected tokens of a row, ascending.
     fn read_selection(&self, selection: &Self::Selection, row: usize) -> Vec<u32>;
 

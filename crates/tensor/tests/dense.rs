@@ -350,6 +350,24 @@ fn a_widened_row_is_the_stored_row() {
 }
 
 #[test]
+fn rows_go_in_and_come_out_together_as_they_do_singly() {
+    let values = Random(11).values(37 * 5);
+    for cpu in [Cpu::new(1), Cpu::new(3)] {
+        let (mut together, mut singly) = (CpuBuffer::new(40, 8).unwrap(), CpuBuffer::new(40, 8).unwrap());
+        cpu.write_rows(&mut together, 5, &values).unwrap();
+        for (row, values) in values.chunks(5).enumerate() {
+            cpu.write(&mut singly, row, values).unwrap();
+        }
+        assert_eq!(bits(together.as_slice()), bits(singly.as_slice()));
+        let mut back = vec![0.0; values.len()];
+        cpu.read_rows(&together, 5, &mut back).unwrap();
+        assert_eq!(bits(&back), bits(&values));
+        assert!(matches!(cpu.write_rows(&mut together, 9, &values), Err(Error::Capacity { .. })));
+        assert!(matches!(cpu.read_rows(&together, 4, &mut back), Err(Error::Capacity { .. })));
+    }
+}
+
+#[test]
 fn a_step_beyond_the_reserved_rows_is_refused() {
     let mut cpu = Cpu::new(1);
     cpu.reserve(2, 64, 64).unwrap();

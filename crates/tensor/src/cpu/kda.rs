@@ -20,7 +20,7 @@ use super::{
         delta::{COLUMNS, DeltaRows, conv_silu, delta, exp_in_place, fold, gated_norm, log_decays, normalize},
         math,
     },
-    types::{LANES, require, require_equal},
+    types::{LANES, require, require_equal, widen},
 };
 use crate::{CacheShape, KdaForm, KdaWeights, Placed, Result};
 
@@ -253,29 +253,24 @@ impl Stage<'_> {
 
     /// The head's taps as `[taps, q | k | v]`, from rows `[channel, taps]`.
     fn read_taps(&self, head: usize, taps: &mut [f32]) {
-        let (dim, inner) = (self.weights.dim, self.weights.heads * self.weights.dim);
-        for part in 0..3 {
-            for d in 0..dim {
-                let channel = part * inner + head * dim + d;
-                for j in 0..self.taps {
-                    taps[j * 3 * dim + part * dim + d] = self.tap(channel, j);
-                }
+        match &self.weights.conv {
+            CpuMatrix::Bf16 { bytes, .. } => self.turn_taps(head, bytes.as_slice().as_chunks().0, widen, taps),
+            CpuMatrix::F32 { bytes, .. } => {
+                self.turn_taps(head, bytes.as_slice().as_chunks().0, f32::from_le_bytes, taps);
             }
+            CpuMatrix::Int4 { .. } => taps.fill(f32::NAN),
         }
     }
 
-    fn tap(&self, channel: usize, j: usize) -> f32 {
-        let at = channel * self.taps + j;
-        match &self.weights.conv {
-            CpuMatrix::Bf16 { bytes, .. } => {
-                let bytes = &bytes.as_slice()[2 * at..];
-                f32::from_bits(u32::from(u16::from_le_bytes([bytes[0], bytes[1]])) << 16)
+    fn turn_taps<const N: usize>(&self, head: usize, stored: &[[u8; N]], value: fn([u8; N]) -> f32, taps: &mut [f32]) {
+        let (dim, inner) = (self.weights.dim, self.weights.heads * self.weights.dim);
+        for part in 0..3 {
+            let channels = &stored[(part * inner + head * dim) * self.taps..][..dim * self.taps];
+            for (d, channel) in channels.chunks_exact(self.taps).enumerate() {
+                for (j, tap) in channel.iter().enumerate() {
+                    taps[j * 3 * dim + part * dim + d] = value(*tap);
+                }
             }
-            CpuMatrix::F32 { bytes, .. } => {
-                let bytes = &bytes.as_slice()[4 * at..];
-                f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]])
-            }
-            CpuMatrix::Int4 { .. } => f32::NAN,
         }
     }
 }

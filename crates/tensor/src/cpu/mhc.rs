@@ -14,9 +14,8 @@
 use super::{
     Chunks, Cpu, CpuBuffer, CpuMatrix, Panels,
     simd::{
-        math,
         stored::{Weights, dots},
-        streams::{MAX_STREAMS, collapse, merge, sum_of_squares},
+        streams::{MAX_STREAMS, Mixing, coefficients, collapse, merge, sum_of_squares},
     },
     types::{require, require_equal},
 };
@@ -50,6 +49,12 @@ pub(super) fn mhc(
     require_equal("mhc: scale", 3, mixer.scale.len())?;
     let mix = stored("mhc: mixing matrix", &mixer.mix)?;
     let isa = cpu.isa;
+    let mixing = Mixing {
+        base: mixer.base.as_slice(),
+        scale: mixer.scale.as_slice(),
+        eps: mixer.eps,
+        iters: mixer.sinkhorn_iters,
+    };
     merge_rows(cpu, rows, n, y, streams);
     let count = 2 * n + n * n;
     mix_rows(cpu, rows, mix, count, n * width, &streams.x)?;
@@ -70,7 +75,7 @@ pub(super) fn mhc(
         for (m, product) in m.iter_mut().zip(&products[row * count..][..count]) {
             *m = product * scale;
         }
-        coefficients(mixer, &m[..count], &mut pre[..n], post, comb);
+        coefficients(isa, mixing, &m[..count], &mut pre[..n], post, comb);
         let u = &mut collapsed[..width];
         collapse(isa, &pre[..n], s, u);
         isa.rms_norm(u, norm.weight.as_slice(), norm.eps, &mut x[..width]);
@@ -162,51 +167,6 @@ fn merge_rows(cpu: &Cpu, rows: usize, n: usize, y: Option<&CpuBuffer>, streams: 
     cpu.pool.split(Chunks::new(&mut streams.x.as_mut_slice()[..rows * line], line), |row, s, _| {
         merge(isa, post.row(row), comb.row(row), &y.row(row)[..line / n], s);
     });
-}
-
-/// The coefficients from the normalised mixing products `m`.
-fn coefficients(mixer: &MhcWeights<Cpu>, m: &[f32], pre: &mut [f32], post: &mut [f32], comb: &mut [f32]) {
-    let n = mixer.streams;
-    let (base, scale) = (mixer.base.as_slice(), mixer.scale.as_slice());
-    let logit = |i: usize, part: usize| m[i].mul_add(scale[part], base[i]);
-    for i in 0..n {
-        pre[i] = math::sigmoid(logit(i, 0)) + mixer.eps;
-        post[i] = 2.0 * math::sigmoid(logit(n + i, 1));
-    }
-    for (i, row) in comb.chunks_exact_mut(n).enumerate() {
-        for (j, c) in row.iter_mut().enumerate() {
-            *c = logit(2 * n + n * i + j, 2);
-        }
-        let top = row.iter().copied().fold(f32::NEG_INFINITY, |m, v| if v > m { v } else { m });
-        for c in &mut *row {
-            *c = math::exp(*c - top);
-        }
-        let sum: f32 = row.iter().sum();
-        for c in row {
-            *c = *c / sum + mixer.eps;
-        }
-    }
-    sinkhorn(n, mixer.sinkhorn_iters, mixer.eps, comb);
-}
-
-/// `iters` column normalisations with row normalisations between them.
-fn sinkhorn(n: usize, iters: usize, eps: f32, comb: &mut [f32]) {
-    for k in 0..iters {
-        if k > 0 {
-            for row in comb.chunks_exact_mut(n) {
-                let sum = row.iter().sum::<f32>() + eps;
-                for c in row {
-                    *c /= sum;
-                }
-            }
-        }
-        for j in 0..n {
-            let sum = (0..n).map(|i| comb[i * n + j]).sum::<f32>() + eps;
-            for i in 0..n {
-                comb[i * n + j] /= sum;
-            }
-        }
-    }
 }
 
 /// A dense matrix's bytes.

@@ -32,6 +32,9 @@ use crate::{
     MatrixSource, MhcWeights, Norm, PatchGrid, Result, RouterRule, Samples, Step, Streams, Swiglu,
 };
 
+/// Rows of a task that only copies them.
+const COPIED_ROWS: usize = 16;
+
 /// The CPU as a device: threads, an instruction set, the current step and scratch.
 #[derive(Debug)]
 pub struct Cpu {
@@ -155,6 +158,29 @@ impl Backend for Cpu {
     fn read(&self, buffer: &CpuBuffer, row: usize, values: &mut [f32]) -> Result<()> {
         buffer.require("read: the buffer", row + 1, values.len())?;
         values.copy_from_slice(&buffer.row(row)[..values.len()]);
+        Ok(())
+    }
+
+    fn write_rows(&self, buffer: &mut CpuBuffer, width: usize, values: &[f32]) -> Result<()> {
+        let (rows, stride) = (values.len().div_ceil(width.max(1)), buffer.width());
+        buffer.require("write_rows: the buffer", rows, width)?;
+        let target = Chunks::new(&mut buffer.as_mut_slice()[..rows * stride], COPIED_ROWS * stride);
+        self.pool.split(target, |task, target, _| {
+            let values = values[task * COPIED_ROWS * width..].chunks(width.max(1));
+            for (to, values) in target.chunks_exact_mut(stride.max(1)).zip(values) {
+                to[..values.len()].copy_from_slice(values);
+            }
+        });
+        Ok(())
+    }
+
+    fn read_rows(&self, buffer: &CpuBuffer, width: usize, values: &mut [f32]) -> Result<()> {
+        buffer.require("read_rows: the buffer", values.len().div_ceil(width.max(1)), width)?;
+        self.pool.split(Chunks::new(values, COPIED_ROWS * width), |task, values, _| {
+            for (i, values) in values.chunks_mut(width.max(1)).enumerate() {
+                values.copy_from_slice(&buffer.row(task * COPIED_ROWS + i)[..values.len()]);
+            }
+        });
         Ok(())
     }
 

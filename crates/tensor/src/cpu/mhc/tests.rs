@@ -2,7 +2,8 @@
 
 #![allow(clippy::float_cmp, reason = "exact results are meant")]
 
-use super::{mhc, mhc_head, sinkhorn};
+use super::{mhc, mhc_head};
+use crate::cpu::simd::streams::sinkhorn;
 use crate::{
     MhcWeights, Norm, Streams,
     cpu::{

@@ -47,11 +47,12 @@ multiversion! {
         let heads = q.len() / width;
         for start in (0..count).step_by(TOKENS) {
             let tokens = start..(start + TOKENS).min(count);
+            // Larger tiles do not stay in registers.
             for h in (0..heads / 4 * 4).step_by(4) {
-                scores_heads::<4>(q, h, keys, tokens.clone(), count, width, scale, out);
+                scores_heads::<4, 2>(q, h, keys, tokens.clone(), count, width, scale, out);
             }
             for h in heads / 4 * 4..heads {
-                scores_heads::<1>(q, h, keys, tokens.clone(), count, width, scale, out);
+                scores_heads::<1, 4>(q, h, keys, tokens.clone(), count, width, scale, out);
             }
         }
     }
@@ -61,7 +62,7 @@ multiversion! {
 const TOKENS: usize = 16;
 
 #[inline(always)]
-fn scores_heads<const H: usize>(
+fn scores_heads<const H: usize, const T: usize>(
     q: &[f32],
     h: usize,
     keys: Keys<'_>,
@@ -71,9 +72,9 @@ fn scores_heads<const H: usize>(
     scale: f32,
     out: &mut [f32],
 ) {
-    let whole = tokens.start + tokens.len() / 4 * 4;
-    for i in (tokens.start..whole).step_by(4) {
-        scores_tile::<H, 4>(q, h, keys, i, count, width, scale, out);
+    let whole = tokens.start + tokens.len() / T * T;
+    for i in (tokens.start..whole).step_by(T) {
+        scores_tile::<H, T>(q, h, keys, i, count, width, scale, out);
     }
     for i in whole..tokens.end {
         scores_tile::<H, 1>(q, h, keys, i, count, width, scale, out);
@@ -119,8 +120,13 @@ multiversion! {
             for h in (0..heads / 4 * 4).step_by(4) {
                 weighted_heads::<4>(&p[h * count..], keys, tokens.clone(), count, width, &mut out[h * width..]);
             }
-            for h in heads / 4 * 4..heads {
-                weighted_heads::<1>(&p[h * count..], keys, tokens.clone(), count, width, &mut out[h * width..]);
+            let mut h = heads / 4 * 4;
+            if heads - h >= 2 {
+                weighted_heads::<2>(&p[h * count..], keys, tokens.clone(), count, width, &mut out[h * width..]);
+                h += 2;
+            }
+            if h < heads {
+                weighted_heads::<1>(&p[h * count..], keys, tokens, count, width, &mut out[h * width..]);
             }
         }
     }

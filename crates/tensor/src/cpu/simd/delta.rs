@@ -105,8 +105,8 @@ multiversion! {
                     *u = beta * (v - seen);
                 }
                 let o = write_and_read(tile, &u, k, q);
-                update[t * dim + start..][..width].copy_from_slice(&u[..width]);
-                out[t * dim + start..][..width].copy_from_slice(&o[..width]);
+                put(&u, &mut update[t * dim + start..][..width]);
+                put(&o, &mut out[t * dim + start..][..width]);
             }
             if commit == rows.beta.len() {
                 store(state, dim, start, width, tile);
@@ -162,15 +162,32 @@ fn flat(acc: &[Lanes; COLUMNS / LANES]) -> Columns {
 #[inline(always)]
 fn load(state: &[f32], dim: usize, start: usize, width: usize, tile: &mut [Columns]) {
     for (b, s) in tile.iter_mut().zip(state.chunks_exact(dim)) {
-        b[..width].copy_from_slice(&s[start..start + width]);
-        b[width..].fill(0.0);
+        let s = &s[start..start + width];
+        if let Ok(whole) = s.try_into() {
+            *b = whole;
+        } else {
+            b[..width].copy_from_slice(s);
+            b[width..].fill(0.0);
+        }
     }
 }
 
 #[inline(always)]
 fn store(state: &mut [f32], dim: usize, start: usize, width: usize, tile: &[Columns]) {
     for (b, s) in tile.iter().zip(state.chunks_exact_mut(dim)) {
-        s[start..start + width].copy_from_slice(&b[..width]);
+        put(b, &mut s[start..start + width]);
+    }
+}
+
+/// Writes the first columns, as many as `to` has. A whole line has a length that the compiler knows: it goes in registers,
+/// without a call.
+#[inline(always)]
+fn put(from: &Columns, to: &mut [f32]) {
+    if let Ok(whole) = <&mut Columns>::try_from(&mut *to) {
+        *whole = *from;
+    } else {
+        let width = to.len();
+        to.copy_from_slice(&from[..width]);
     }
 }
 

@@ -124,20 +124,23 @@ multiversion! {
 #[inline(always)]
 fn dots_stored<S: Stored>(bytes: &[u8], outs: usize, width: usize, x: &[f32], out: &mut [f32], stride: usize) {
     let rows = x.len() / width;
-    let mut o = 0;
-    while o < outs {
-        let four = outs - o >= 4;
-        let mut r = 0;
-        while r < rows {
-            match (four, rows - r >= 4) {
-                (true, true) => dots_tile::<S, 4, 4>(bytes, o, width, x, r, out, stride),
-                (true, false) => dots_tile::<S, 4, 1>(bytes, o, width, x, r, out, stride),
-                (false, true) => dots_tile::<S, 1, 4>(bytes, o, width, x, r, out, stride),
-                (false, false) => dots_tile::<S, 1, 1>(bytes, o, width, x, r, out, stride),
-            }
-            r += if rows - r >= 4 { 4 } else { 1 };
+    // Tiles of the sizes that stay in registers: a weight serves several rows, or a single row several weights.
+    let fours = rows / 4 * 4;
+    for r in (0..fours).step_by(4) {
+        for o in (0..outs / 2 * 2).step_by(2) {
+            dots_tile::<S, 2, 4>(bytes, o, width, x, r, out, stride);
         }
-        o += if four { 4 } else { 1 };
+        if !outs.is_multiple_of(2) {
+            dots_tile::<S, 1, 4>(bytes, outs - 1, width, x, r, out, stride);
+        }
+    }
+    for r in fours..rows {
+        for o in (0..outs / 4 * 4).step_by(4) {
+            dots_tile::<S, 4, 1>(bytes, o, width, x, r, out, stride);
+        }
+        for o in outs / 4 * 4..outs {
+            dots_tile::<S, 1, 1>(bytes, o, width, x, r, out, stride);
+        }
     }
 }
 
