@@ -50,6 +50,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
             }
         }
         units.push(index::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool])));
+        units.extend(index::choice_units(indexer.kpool));
     }
     if moe_config.num_groups != 1 || moe_config.topk_groups != 1 {
         units.push(moe::FILE.unit(&values(&[top, experts, 1, 1])));
@@ -97,6 +98,7 @@ pub fn needs_warpgroups(unit: &Unit) -> bool {
         few::FILE.name,
         sparse::FILE.name,
         index::FILE.name,
+        index::CHOOSE.name,
         kda_chunk::FILE.name,
         sampler::DRAW.name,
     ];

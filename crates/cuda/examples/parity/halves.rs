@@ -1,5 +1,5 @@
-//! Attention over caches of halves against the CPU backend's f32 caches, and that a row alone has the bits that it has beside
-//! others.
+//! Attention over caches of halves against the CPU backend's f32 caches, that a row alone has the bits that it has beside
+//! others, and the choice of pools in contexts that take several blocks a row.
 
 use glimmer_cuda::Cuda;
 use glimmer_tensor::{Backend, CacheShape, Columns, Cpu, DsaColumns, DsaWeights, IndexerWeights, PAGE_TOKENS, Step};
@@ -20,6 +20,8 @@ const INDEX: (usize, usize, usize) = (32, 128, 4);
 /// Sequences of the cache, and the tokens of the long one.
 const SLOTS: usize = 4;
 const LONG: usize = 2304;
+/// Contexts in which a row's choice of pools is spread over four blocks, and over eight.
+const SPREAD: [usize; 2] = [32 << 10, 128 << 10];
 
 /// `count` of the tokens below `end`, ascending.
 fn some_tokens(random: &mut Random, end: usize, count: usize) -> Vec<u32> {
@@ -130,12 +132,81 @@ fn run<B: Backend>(b: &mut B, out: &mut Vec<Named>, heads: usize, qk: usize, v: 
     out.push((format!("alone {heads}"), vec![f32::from(u8::from(same))], 0.0));
 }
 
+/// Selections of rows at the ends of [`SPREAD`]: some, and so many that each has one block.
+fn spread<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    let random = &mut Random(77);
+    let (index_heads, dim, kpool) = INDEX;
+    let (topk, chunk, rows) = (2048, 2048, 40);
+    let end = SPREAD[1] + 2 * chunk;
+    let shape = CacheShape {
+        kda_layers: 0,
+        kda_heads: 1,
+        kda_head_dim: 32,
+        conv_kernel: 4,
+        dsa_layers: 1,
+        latent: LATENT,
+        index_dim: dim,
+        kpool,
+        slots: 1,
+        pages: end / PAGE_TOKENS,
+        max_draft: 2,
+    };
+    b.reserve(chunk, 8192, end).unwrap();
+    let mut cache = b.cache(&shape).unwrap();
+    let weights = DsaWeights {
+        q_norm: norm(b, random, Q_LORA, false, 1e-5),
+        kv_norm: norm(b, random, LATENT, false, 1e-5),
+        kv_b: matrix(b, random, Kind::Bf16, 64, LATENT),
+        indexer: Some(IndexerWeights {
+            k_norm: norm(b, random, dim, true, 1e-6),
+            ape: vector(b, &random.values(kpool * dim)),
+            heads: index_heads,
+            dim,
+            kpool,
+            topk,
+        }),
+        heads: 1,
+        qk_dim: 32,
+        v_dim: 32,
+    };
+    let indexer = weights.indexer.as_ref().unwrap();
+    let columns = DsaColumns { q_lora: Q_LORA, latent: LATENT };
+    let width = Q_LORA + LATENT + 2 * dim + index_heads;
+    let mut selection = b.selection(rows, topk + kpool - 1).unwrap();
+    for first in (0..end).step_by(chunk) {
+        let s = step(1, &[[0, first, chunk, 0, chunk]], random, 10);
+        let proj = random_buffer(b, random, chunk, width);
+        let mut residual = poison(b, chunk, Q_LORA);
+        b.begin(&s).unwrap();
+        b.dsa_write(&weights, columns, &proj, true, &mut cache, 0, &mut residual).unwrap();
+        if !SPREAD.contains(&first) {
+            continue;
+        }
+        for count in [3, rows] {
+            let s = step(1, &[[0, first + chunk - count, count, 0, 1]], random, 10);
+            let query = random_buffer(b, random, count, index_heads * dim);
+            let index = Columns { buffer: &query, start: 0, width: index_heads * dim };
+            b.begin(&s).unwrap();
+            b.dsa_select(indexer, columns, index, &proj, &cache, 0, &mut selection).unwrap();
+            for row in [0, 1, count - 1] {
+                let mut chosen = vec![0.0; end];
+                let tokens = b.read_selection(&selection, row);
+                tokens.iter().for_each(|&t| chosen[t as usize] = 1.0);
+                chosen.push(tokens.len() as f32);
+                chosen.push(f32::from(u8::from(tokens.is_sorted_by(|a, b| a < b))));
+                out.push((format!("selection of {count} rows at {first}, row {row}"), chosen, SELECTION));
+            }
+        }
+    }
+}
+
 fn all<B: Backend>(b: &mut B) -> Vec<Named> {
     let mut out = Vec::new();
     b.reserve(256, 8192, 2 * LONG).unwrap();
     for (heads, qk, v) in [(9, 64, 64), (8, 32, 40), (32, 256, 256), (40, 64, 64)] {
         run(b, &mut out, heads, qk, v);
     }
+    spread(b, &mut out);
     out
 }
 

@@ -197,7 +197,7 @@ pub(crate) fn dsa_select(
             .int(selection.width)
             .with(selection.lens.address());
         if cache.half {
-            index::choose(cuda, kpool, count, arguments)?;
+            index::choose(cuda, kpool, scored, count, arguments)?;
         } else {
             let choose = cuda.kernels.get(&FILE, &constants, "choose")?;
             cuda.kernels.launch_early(choose, Grid::new([count, 1, 1], 256), arguments)?;

@@ -1,6 +1,5 @@
 // Scores of the index on warpgroup products, with keys kept as halves: score[row, pool] = sum over heads of
-// w[h] relu(q[h] . K[pool] / sqrt(128)). `choose_pools` then takes the best ones, ties going to the
-// lower pool, and adds the tail.
+// w[h] relu(q[h] . K[pool] / sqrt(128)). choose.cu then takes the best ones.
 //
 // A tile of 64 pools is the rows of a warpgroup product, four rows of the step with their 32 heads are its
 // 128 columns, halves, sums in f32; relu, weights and the sum over heads follow in registers (a lane has eight heads of a row,
@@ -57,6 +56,7 @@ extern "C" __global__ void __launch_bounds__(288, 2) score_pools(const __grid_co
     }
     __syncthreads();
     after_previous();
+    let_next_begin();
     const int first = p.groups[blockIdx.y];
     const Segment s = p.segments[p.row_segment[first]];
     const int rows = min_of(ROWS, s.first_row + s.rows - first), position = s.position + first - s.first_row;
@@ -148,144 +148,4 @@ extern "C" __global__ void __launch_bounds__(288, 2) score_pools(const __grid_co
         if (mine && pool < visible) to[pool] = low + 0.0f;
         if (mine && pool + 8 < visible) to[pool + 8] = high + 0.0f;
     }
-}
-
-// Bits whose unsigned order is that of the scores; NaN counts as the lowest.
-DEVICE u32 ordered(float score) {
-    if (score != score) score = -INFINITY;
-    const u32 bits = __float_as_uint(score + 0.0f);
-    return (bits >> 31) ? ~bits : bits | 0x80000000u;
-}
-
-#define PER 32
-#define THREADS 1024
-#define BATCH (THREADS * PER)
-
-// Chooses the best pools of a row and adds the tail. Grid (rows), 1024 threads. The bits of a score, made monotone, are narrowed by
-// 12, 10 and 10 bits with a histogram in shared memory; up to 32768 scores stay in registers meanwhile, longer rows are read
-// again. Warps own runs of 1024 pools, so that places in the list follow from two counts.
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    choose_pools(const Segment *segments, const u32 *row_segment, int first_row, const float *scores, int stride, int keep,
-                 u32 *tokens, int width, u32 *lens) {
-    __shared__ u32 bins[4096], warps[32], equals[32];
-    __shared__ u32 chosen, rest;
-    after_previous();
-    const int row = first_row + blockIdx.x, tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
-    const Segment s = segments[row_segment[row]];
-    const int position = s.position + row - s.first_row, pools = (position + 1) / KPOOL;
-    u32 *out = tokens + (u64)row * width;
-    if (pools <= keep) {
-        for (int i = tid; i <= position; i += THREADS) out[i] = i;
-        if (tid == 0) lens[row] = position + 1;
-        return;
-    }
-    const float *score = scores + (u64)blockIdx.x * stride;
-    u32 bits[PER];
-    // Warp w holds the pools start + 1024 w .. of a batch, lane l every 32nd.
-    auto load = [&](int start) {
-        const int at = start + 32 * PER * warp + lane;
-#pragma unroll
-        for (int part = 0; part < PER; part += 16) {
-            float v[16];
-#pragma unroll
-            for (int j = 0; j < 16; j++) v[j] = at + 32 * (part + j) < pools ? score[at + 32 * (part + j)] : 0.0f;
-            // No score has the bits 0: they stand for none.
-#pragma unroll
-            for (int j = 0; j < 16; j++) bits[part + j] = at + 32 * (part + j) < pools ? ordered(v[j]) : 0;
-        }
-    };
-    const bool held = pools <= BATCH;
-    if (held) load(0);
-    u32 prefix = 0, mask = 0, left = keep;
-#pragma unroll 1
-    for (int pass = 0; pass < 3; pass++) {
-        const int shift = pass == 0 ? 20 : pass == 1 ? 10 : 0;
-        const int count = pass == 0 ? 4096 : 1024, each = count / THREADS;
-        for (int i = tid; i < count; i += THREADS) bins[i] = 0;
-        __syncthreads();
-        for (int start = 0; start < pools; start += BATCH) {
-            if (!held) load(start);
-#pragma unroll
-            for (int j = 0; j < PER; j++)
-                if (bits[j] && (bits[j] & mask) == prefix)
-                    atomicAdd(&bins[(bits[j] >> shift) & (count - 1)], 1);
-        }
-        __syncthreads();
-        // The bin, from the top, in which the `left`th lies.
-        u32 sum = 0;
-        for (int k = 0; k < each; k++) sum += bins[count - 1 - (tid * each + k)];
-        u32 upto = sum;
-#pragma unroll
-        for (int d = 1; d < 32; d <<= 1) {
-            const u32 v = __shfl_up_sync(FULL, upto, d);
-            if (lane >= d) upto += v;
-        }
-        if (lane == 31) warps[warp] = upto;
-        __syncthreads();
-        for (int w = 0; w < warp; w++) upto += warps[w];
-        if (upto >= left && upto - sum < left) {
-            u32 above = upto - sum;
-            for (int k = 0; k < each; k++) {
-                const u32 n = bins[count - 1 - (tid * each + k)];
-                if (above + n >= left) {
-                    chosen = count - 1 - (tid * each + k);
-                    rest = left - above;
-                    break;
-                }
-                above += n;
-            }
-        }
-        __syncthreads();
-        prefix |= chosen << shift;
-        mask |= (u32)(count - 1) << shift;
-        left = rest;
-        __syncthreads();
-    }
-    // Those above the threshold, and the first `left` that equal it, ascending.
-    u32 written = 0, seen = 0;
-    for (int start = 0; start < pools; start += BATCH) {
-        if (!held) load(start);
-        const int at = start + 32 * PER * warp + lane;
-        u32 a = 0, e = 0;
-#pragma unroll
-        for (int j = 0; j < PER; j++) {
-            a += __popc(__ballot_sync(FULL, bits[j] > prefix));
-            e += __popc(__ballot_sync(FULL, bits[j] == prefix));
-        }
-        if (lane == 0) {
-            warps[warp] = a;
-            equals[warp] = e;
-        }
-        __syncthreads();
-        u32 a_all = 0, e_all = 0;
-        a = written;
-        e = seen;
-        for (int w = 0; w < THREADS / 32; w++) {
-            if (w < warp) {
-                a += warps[w];
-                e += equals[w];
-            }
-            a_all += warps[w];
-            e_all += equals[w];
-        }
-        const u32 below = (1u << lane) - 1;
-#pragma unroll
-        for (int j = 0; j < PER; j++) {
-            const bool above = bits[j] > prefix, equal = bits[j] == prefix;
-            const u32 above_mask = __ballot_sync(FULL, above), equal_mask = __ballot_sync(FULL, equal);
-            const u32 before = e + __popc(equal_mask & below);
-            if (above || (equal && before < left)) {
-                const u32 place = (a + __popc(above_mask & below) + (before < left ? before : left)) * KPOOL;
-#pragma unroll
-                for (int k = 0; k < KPOOL; k++) out[place + k] = (at + 32 * j) * KPOOL + k;
-            }
-            a += __popc(above_mask);
-            e += __popc(equal_mask);
-        }
-        written += a_all;
-        seen += e_all;
-        __syncthreads();
-    }
-    for (int i = pools * KPOOL + tid; i <= position; i += THREADS) out[keep * KPOOL + i - pools * KPOOL] = i;
-    if (tid == 0) lens[row] = keep * KPOOL + position + 1 - pools * KPOOL;
 }

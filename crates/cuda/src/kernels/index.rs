@@ -7,11 +7,14 @@ use glimmer_tensor::{Columns, IndexerWeights, PAGE_TOKENS, Result};
 
 use crate::{
     backend::Cuda,
+    compile::Unit,
     launch::{Arguments, File, Grid},
     plan::GROUP_ROWS,
     types::{CudaBuffer, require_equal},
 };
 
+pub(crate) static CHOOSE: File =
+    File { name: "choose.cu", text: include_str!("choose.cu"), constants: &["KPOOL", "CLUSTER", "PER"] };
 pub(crate) static FILE: File = File { name: "index.cu", text: include_str!("index.cu"), constants: &["PAGE", "KPOOL"] };
 
 /// Width of a key.
@@ -98,8 +101,44 @@ pub(crate) fn score(
     Ok(cuda.kernels.launch_early(kernel, grid, Arguments::new().with(args))?)
 }
 
-/// Chooses the pools of `rows` rows, a block a row; the arguments are those of the kernel `choose` in `dsa.cu`.
-pub(crate) fn choose(cuda: &Cuda, kpool: usize, rows: usize, arguments: Arguments) -> Result<()> {
-    let kernel = cuda.kernels.get(&FILE, &[PAGE_TOKENS as i64, kpool as i64], "choose_pools")?;
-    Ok(cuda.kernels.launch_early(kernel, Grid::new([rows, 1, 1], CHOOSE_THREADS), arguments)?)
+/// Blocks of a row and scores of a thread, which has them in registers where a variant's threads are enough for the pools.
+const CHOICES: [[usize; 2]; 5] = [[1, 4], [1, 8], [4, 8], [1, 32], [8, 32]];
+
+/// The variant for rows of `pools` pools at most. Where every block has a multiprocessor of its own, more of them are faster; the
+/// list does not depend on it.
+fn choice(pools: usize, rows: usize, multiprocessors: usize) -> [usize; 2] {
+    let fits = |&[cluster, per]: &[usize; 2]| {
+        let spread = cluster == 1 || pools > 32 * CHOOSE_THREADS || cluster * rows <= multiprocessors;
+        spread && pools <= cluster * per * CHOOSE_THREADS
+    };
+    CHOICES.into_iter().find(fits).unwrap_or(CHOICES[4])
+}
+
+/// The units that choose among pools of `kpool` tokens.
+pub(crate) fn choice_units(kpool: usize) -> [Unit; 5] {
+    CHOICES.map(|[cluster, per]| CHOOSE.unit(&[kpool, cluster, per].map(|n| n as i64)))
+}
+
+/// Chooses the pools of `rows` rows that see `pools` pools at most; the arguments are those of the kernel `choose` in `dsa.cu`.
+pub(crate) fn choose(cuda: &Cuda, kpool: usize, pools: usize, rows: usize, arguments: Arguments) -> Result<()> {
+    let [cluster, per] = choice(pools, rows, cuda.device.properties().multiprocessors);
+    let kernel = cuda.kernels.get(&CHOOSE, &[kpool, cluster, per].map(|n| n as i64), "choose_pools")?;
+    let grid = Grid::new([rows * cluster, 1, 1], CHOOSE_THREADS);
+    Ok(cuda.kernels.launch_clusters(kernel, grid, cluster, arguments)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_spread_where_that_is_faster() {
+        assert_eq!(choice(0, 96, 132), [1, 4]);
+        assert_eq!(choice(4096, 3, 132), [1, 4]);
+        assert_eq!(choice(8192, 96, 132), [1, 8]);
+        assert_eq!(choice(8193, 33, 132), [4, 8]);
+        assert_eq!(choice(32768, 34, 132), [1, 32]);
+        assert_eq!(choice(32769, 2048, 132), [8, 32]);
+        assert_eq!(choice(1 << 20, 3, 132), [8, 32]);
+    }
 }
