@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// The headers that kernels include, with their texts.
-const HEADERS: [(&CStr, &str); 15] = [
+const HEADERS: [(&CStr, &str); 16] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"wgmma.cuh", include_str!("kernels/wgmma.cuh")),
     (c"fragments.cuh", include_str!("kernels/fragments.cuh")),
@@ -42,6 +42,7 @@ const HEADERS: [(&CStr, &str); 15] = [
     (c"async.cuh", include_str!("kernels/async.cuh")),
     (c"mhc_row.cuh", include_str!("kernels/mhc_row.cuh")),
     (c"experts.cuh", include_str!("kernels/experts.cuh")),
+    (c"sparse.cuh", include_str!("kernels/sparse.cuh")),
 ];
 
 /// A source file with its compile-time constants.

@@ -6,75 +6,32 @@
 // the tensor cores without padding. S^T = C Q^T (64 x HEADS), then O^T = C^T P^T (512 x HEADS): both read the tile where it lies, once
 // as rows of tokens and once, by the descriptor, as rows of latents.
 //
-// A block is two warpgroups that compute and one that gathers. The computing ones take tiles in turn, each with its own running
-// softmax and O^T in registers (HEADS x 4), so that one's products run beside the other's exponentials; at the end of an item
-// they are added through shared memory. The gathering one copies 16 bytes a thread into a ring of eleven units of 64 tokens by 128
-// columns (176 KB) and runs ahead over the ends of tiles and items.
+// A block is two warpgroups that compute, one that gathers and one that looks ahead (sparse.cuh). The computing ones take tiles in
+// turn, each with its own running softmax and O^T in registers (HEADS x 4), so that one's products run beside the other's
+// exponentials; at the end of an item they are added through shared memory, from where the copy engine takes them.
 //
 // Softmax: weights refer to a maximum that moves only where one would grow beyond 2^8, so most tiles need no exchange of maxima
 // among the lanes and warps that share a head.
 //
 // A row's list is cut into parts (four, or one for steps of more than 320 rows) by the number of its own tokens alone; a part is
-// a work item, blocks take items in turn. `merge` adds the parts in their order. So a row's bits depend neither on other rows nor
-// on the device.
+// a work item, blocks take items in turn. `merge` adds four parts in their order, a whole row's item is the result. So a row's
+// bits depend neither on other rows nor on the device.
 //
-// Layout: latents [pages][PAGE][512] halves; queries [rows][heads][512] halves; pieces [rows, groups, parts][HEADS][512] f32 with
-// their maximum (base 2) and sum [rows, groups, parts][HEADS][2].
+// The scouts begin before the launch in front has ended: lists and page tables must be older than that launch, which must have
+// waited for the one in front of it before it lets the next begin. Here that launch absorbs the queries.
+//
+// Layout: latents [pages][PAGE][512] halves; queries [rows][heads][512] halves; pieces [rows, groups, parts][4][HEADS][ROW] f32, 128
+// columns of a row, with their maximum (base 2) and sum [rows, groups, parts][HEADS][2].
 // Constants: HEADS heads of an item (8, 16 or 32), PAGE tokens of a page.
 //
 // Limits: latents of 512; compute capability 9.0; shared memory of a whole multiprocessor.
 //
-// Versions, 96 rows of 32 heads, 2051 tokens each, another list for each row / one list for the three rows of a sequence, one
-// H200, us of this kernel alone: both warpgroups on one tile, S^T exchanged, 72 / 69; a tile each 74 / 62; places found ahead by
-// `find_places` 73 / 58; a reference that moves seldom 72 / 56. The gather alone is 61 / 37. Clocks inside a block: a tile takes
-// a warpgroup 980 in S^T, 500 in the softmax, 850 in O^T; the gather delivers one every 3750 (4.4 TB/s over the device); from the
-// last tile of an item to the first of the next pass 13000, most of it loads under way behind the gather's, longer than
-// the ring can bridge. With descriptors that the compiler does not know to be uniform every product waits for moves to uniform
-// registers: hence the shuffles from lane 0.
+// Versions are in benches/records/h200-attention.md. With descriptors that the compiler does not know to be uniform every
+// product waits for moves to uniform registers: hence the shuffles from lane 0.
 #include "common.cuh"
 #include "wgmma.cuh"
 #include "async.cuh"
-
-#define LATENT 512
-#define TILE 64
-#define UNIT (TILE * 256)
-#define UNITS 11
-#define CONSUMERS 256
-#define QUERY_AT (UNITS * UNIT)
-#define WEIGHT_AT (QUERY_AT + HEADS * 1024)
-#define TOP_AT (WEIGHT_AT + 2 * HEADS * 128)
-#define STATS_AT (TOP_AT + 2 * HEADS * 16)
-#define MARK_AT (STATS_AT + 2 * HEADS * 8)
-#define BARRIER_AT (MARK_AT + 16)
-
-struct Args {
-    const u16 *latents;
-    const u32 *places, *lens;
-    const u16 *queries;
-    float *pieces;
-    float2 *stats;
-    u32 items, groups, parts, heads, pitch;
-    float scale;  // times log2 e
-};
-
-// What an item covers.
-struct Item {
-    u32 row, group;
-    int count, first_tile, last_tile;
-};
-
-DEVICE Item item_of(const Args &p, u32 at) {
-    Item i;
-    const u32 part = at % p.parts, rest = at / p.parts;
-    i.group = rest % p.groups;
-    i.row = rest / p.groups;
-    // The same in all lanes, and known to be: descriptors are then computed once a warp.
-    i.count = __shfl_sync(FULL, p.lens[i.row], 0);
-    const u32 tiles = (i.count + TILE - 1) / TILE;
-    i.first_tile = tiles * part / p.parts;
-    i.last_tile = tiles * (part + 1) / p.parts;
-    return i;
-}
+#include "sparse.cuh"
 
 DEVICE float exp2_fast(float x) {
     float y;
@@ -82,98 +39,73 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
-DEVICE void gather(const Args &p, u32 base, u32 full, u32 empty) {
-    const int warp = (threadIdx.x >> 5) & 3, lane = threadIdx.x & 31;
-    const int line = 2 * warp + (lane >> 4);
-    const u32 inside = ((lane & 15) >> 3) * (TILE * 128) + line * 128 + (((lane & 7) ^ line) << 4);
-    u32 slot = 0, phase = 1;
-    // Lane l < 16 knows the place of the tile's token 8 (l / 2) + 2 warp + l % 2, a tile ahead.
-    auto place = [&](const Item &item, int tile) {
-        const int at = 8 * ((lane & 15) >> 1) + 2 * warp + (lane & 1);
-        return tile < item.last_tile ? p.places[(u64)item.row * p.pitch + tile * TILE + at] : 0;
-    };
-    Item item = item_of(p, blockIdx.x);
-    u32 next = place(item, item.first_tile);
-    for (u32 at = blockIdx.x; at < p.items; at += gridDim.x) {
-        const Item after = item_of(p, min_of(at + gridDim.x, p.items - 1));
-        if (item.first_tile == item.last_tile) next = place(after, after.first_tile);
-        for (int tile = item.first_tile; tile < item.last_tile; tile++) {
-            const u32 current = next;
-            next = tile + 1 < item.last_tile ? place(item, tile + 1) : place(after, after.first_tile);
-#pragma unroll
-            for (int quarter = 0; quarter < 4; quarter++) {
-                barrier_wait(empty + 8 * slot, phase);
-                const u32 to = base + slot * UNIT + inside;
-#pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const u32 row = __shfl_sync(FULL, current, 2 * i + (lane >> 4));
-                    copy_16(to + i * 1024, p.latents + (u64)row * LATENT + 128 * quarter + 8 * (lane & 15));
-                }
-                copies_arrive(full + 8 * slot);
-                if (++slot == UNITS) {
-                    slot = 0;
-                    phase ^= 1;
-                }
-            }
-        }
-        item = after;
-    }
-    // The copies of this thread end before it does.
-    asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// A warpgroup's half of the sums through shared memory: FROM gives blocks FROM .. FROM + 3, the other adds them to its own.
+// Blocks FROM, FROM + 1 of O^T to rows of heads.
 template <int FROM>
-DEVICE void give(const float (&out)[8][HEADS / 2], float *to, int thread) {
+DEVICE void give(const float (&out)[8][HEADS / 2], float *rows, int warp, int g, int t) {
 #pragma unroll
-    for (int b = 0; b < 4; b++)
+    for (int b = 0; b < 2; b++)
 #pragma unroll
-        for (int i = 0; i < HEADS / 2; i++) to[(b * (HEADS / 2) + i) * 128 + thread] = out[FROM + b][i];
+        for (int i = 0; i < HEADS / 2; i++)
+            rows[(8 * (i >> 2) + 2 * t + (i & 1)) * ROW + 64 * b + 16 * warp + g + 8 * ((i >> 1) & 1)] = out[FROM + b][i];
 }
 
-template <int OWN>
-DEVICE void finish(const float (&out)[8][HEADS / 2], const float *other, const float (&by)[2][HEADS / 4], float *to, int thread) {
-    const int warp = thread >> 5, g = (thread & 31) >> 2, t = thread & 3;
+// Adds them to what the other warpgroup gave, the first one's in front. Factors of a head: of both and of the whole.
+template <int FROM>
+DEVICE void add(const float (&out)[8][HEADS / 2], float *rows, const float4 *factors, int w, int warp, int g, int t) {
 #pragma unroll
-    for (int b = 0; b < 4; b++) {
-        float theirs[HEADS / 2];
+    for (int n = 0; n < HEADS / 8; n++) {
+        float *at = rows + (8 * n + 2 * t) * ROW + 16 * warp + g;
+        float theirs[8];
+        float4 by[2];
 #pragma unroll
-        for (int i = 0; i < HEADS / 2; i++) theirs[i] = other[(b * (HEADS / 2) + i) * 128 + thread];
+        for (int e = 0; e < 2; e++) by[e] = factors[8 * n + 2 * t + e];
 #pragma unroll
-        for (int i = 0; i < HEADS / 2; i++) {
-            const int head = (i >> 2) * 2 + (i & 1);
-            const float first = OWN == 0 ? out[OWN + b][i] : theirs[i], second = OWN == 0 ? theirs[i] : out[OWN + b][i];
-            to[(8 * (i >> 2) + 2 * t + (i & 1)) * LATENT + 64 * (OWN + b) + 16 * warp + g + 8 * ((i >> 1) & 1)] =
-                fmaf(second, by[1][head], first * by[0][head]);
+        for (int i = 0; i < 8; i++) theirs[i] = at[(i & 1) * ROW + 8 * (i >> 1 & 1) + 64 * (i >> 2)];
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float own = out[FROM + (i >> 2)][4 * n + (i & 3)], first = w ? theirs[i] : own, second = w ? own : theirs[i];
+            at[(i & 1) * ROW + 8 * (i >> 1 & 1) + 64 * (i >> 2)] = fmaf(second, by[i & 1].y, first * by[i & 1].x) * by[i & 1].z;
         }
     }
 }
 
-DEVICE void attend(const Args &p, u8 *room, u32 base, u32 full, u32 empty) {
+DEVICE void store_bulk(void *to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
+}
+
+DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
     const int w = __shfl_sync(FULL, threadIdx.x >> 7, 0), thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
     const int g = lane >> 2, t = lane & 3;
-    float *tops = (float *)(room + TOP_AT) + w * 4 * HEADS, *query = (float *)(room + QUERY_AT);
+    const u32 full = bars.units_full, empty = bars.units_empty;
+    float *tops = (float *)(room + TOP_AT) + w * 4 * HEADS;
     float2 *stats = (float2 *)(room + STATS_AT);
     const u32 weights = base + WEIGHT_AT + w * (HEADS * 128);
     u32 first_unit = 0;
     volatile u32 *mark = (volatile u32 *)(room + MARK_AT) + w;
-    for (u32 at = blockIdx.x; at < p.items; at += gridDim.x) {
-        const Item item = item_of(p, at);
+    // The item's number and the length of its list wait there until they are wanted: the products leave few registers.
+    volatile u32 *kept = (volatile u32 *)(room + MARK_AT) + 2;
+    for (u32 at = blockIdx.x; at < p.items;) {
+        const Item item = take_item(p, room, bars, at, (at - blockIdx.x) / gridDim.x);
         meet(1, CONSUMERS);
-        // Queries: HEADS rows in eight pieces of 64 columns.
-        uint4 rows[HEADS / 4];
+        // Queries: HEADS rows in eight pieces of 64 columns; a warpgroup takes a unit of them out of the ring.
+        if (w < QUERY_UNITS) {
+            const u32 unit = first_unit + w, slot = unit % UNITS;
+            barrier_wait(full + 8 * slot, unit / UNITS & 1);
+            uint4 chunks[HEADS / (2 * QUERY_UNITS)];
 #pragma unroll
-        for (int i = 0; i < HEADS / 4; i++) {
-            const int h = item.group * HEADS + 4 * i + (threadIdx.x >> 6);
-            rows[i] = make_uint4(0, 0, 0, 0);
-            if (h < (int)p.heads)
-                rows[i] = load_stream((const uint4 *)(p.queries + ((u64)item.row * p.heads + h) * LATENT) + (threadIdx.x & 63));
-        }
+            for (int i = 0; i < HEADS / (2 * QUERY_UNITS); i++)
+                chunks[i] = *(const uint4 *)(room + slot * UNIT + (128 * i + thread) * 16);
 #pragma unroll
-        for (int i = 0; i < HEADS / 4; i++) {
-            const int head = 4 * i + (threadIdx.x >> 6), chunk = threadIdx.x & 63;
-            *(uint4 *)(room + QUERY_AT + (chunk >> 3) * (HEADS * 128) + head * 128 + (((chunk & 7) ^ (head & 7)) << 4)) = rows[i];
+            for (int i = 0; i < HEADS / (2 * QUERY_UNITS); i++)
+                *(uint4 *)(room + QUERY_AT + w * (HEADS * 1024 / QUERY_UNITS) + (128 * i + thread) * 16) = chunks[i];
+            __syncwarp();
+            if (lane == 0) barrier_arrive(empty + 8 * slot);
         }
+        if (threadIdx.x == 0) {
+            kept[0] = at;
+            kept[1] = item.count;
+        }
+        first_unit += QUERY_UNITS - 4 * item.first_tile;  // of tile 0, as it were
         shared_written();
         meet(1, CONSUMERS);
 
@@ -185,10 +117,11 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, u32 full, u32 empty) {
             top[i] = -INFINITY;
             total[i] = 0.0f;
         }
+        bool begun = false;
         for (int tile = item.first_tile + w; tile < item.last_tile; tile += 2) {
-            const u32 unit = first_unit + 4 * (tile - item.first_tile);
+            const u32 unit = first_unit + 4 * tile;
             // The second warpgroup starts behind the first one's first product, so that they alternate.
-            if (w && tile == item.first_tile + 1) meet(4, CONSUMERS);
+            if (w && !begun) meet(4, CONSUMERS);
             float s[HEADS / 2];
 #pragma unroll
             for (int q = 0; q < 4; q++) barrier_wait(full + 8 * ((unit + q) % UNITS), (unit + q) / UNITS & 1);
@@ -207,10 +140,11 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, u32 full, u32 empty) {
             }
             products_commit();
             products_done<0>();
-            if (!w && tile == item.first_tile && tile + 1 < item.last_tile)
+            if (!w && !begun && tile + 1 < item.last_tile)
                 asm volatile("bar.arrive 4, 256;" ::: "memory");
             const int token = tile * TILE + 16 * warp + g;
-            const bool low = token < item.count, high = token + 8 < item.count;
+            const int count = kept[1];
+            const bool low = token < count, high = token + 8 < count;
 #pragma unroll
             for (int i = 0; i < HEADS / 2; i++) s[i] = (i & 2 ? high : low) ? s[i] * p.scale : -INFINITY;
             // Weights from the reference so far; where one would grow beyond 2^8 (and for the first tile) the tile's maxima are found.
@@ -231,7 +165,8 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, u32 full, u32 empty) {
                 }
                 shared_written();
             };
-            bool grown = tile < item.first_tile + 2;
+            bool grown = !begun;
+            begun = true;
             if (!grown) {
                 bool beyond = false;
 #pragma unroll
@@ -298,7 +233,7 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, u32 full, u32 empty) {
             products_done<0>();
             release(3);
         }
-        first_unit += 4 * (item.last_tile - item.first_tile);
+        first_unit += 4 * item.last_tile;
         // Sums over the tokens: lanes, then warps; then the two warpgroups.
 #pragma unroll
         for (int i = 0; i < HEADS / 4; i++)
@@ -316,80 +251,117 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, u32 full, u32 empty) {
                     top[i], (tops[head] + tops[HEADS + head]) + (tops[2 * HEADS + head] + tops[3 * HEADS + head]));
             }
         meet(1, CONSUMERS);
-        float by[2][HEADS / 4];
-#pragma unroll
-        for (int i = 0; i < HEADS / 4; i++) {
-            const int head = 8 * (i >> 1) + 2 * t + (i & 1);
-            const float2 a = stats[head], b = stats[HEADS + head];
+        // Factors of both warpgroups' sums and of the whole, where the first one's maxima were.
+        // Read again, lest what follows from it is kept in registers through the products.
+        u32 tid;
+        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
+        at = kept[0];
+        const Item done = item_of(p, at, 0);
+        const int own_warp = tid >> 5 & 3, row = (tid & 31) >> 2, column = tid & 3;
+        float *area = (float *)(room + QUERY_AT);
+        float4 *factors = (float4 *)(room + TOP_AT);
+        if (tid < HEADS) {
+            const float2 a = stats[tid], b = stats[HEADS + tid];
             const float most = fmaxf(a.x, b.x);
-            by[0][i] = a.y == 0.0f ? 0.0f : exp2_fast(a.x - most);
-            by[1][i] = b.y == 0.0f ? 0.0f : exp2_fast(b.x - most);
-            if (threadIdx.x < 4)
-                p.stats[(u64)at * HEADS + head] = make_float2(most, fmaf(b.y, by[1][i], a.y * by[0][i]));
+            const float first = a.y == 0.0f ? 0.0f : exp2_fast(a.x - most), second = b.y == 0.0f ? 0.0f : exp2_fast(b.x - most);
+            const float sum = fmaf(b.y, second, a.y * first);
+            factors[tid] = make_float4(first, second, p.parts > 1 ? 1.0f : sum != 0.0f ? 1.0f / sum : 0.0f, 0.0f);
+            if (p.parts > 1) p.stats[(u64)at * HEADS + tid] = make_float2(most, sum);
         }
-        float *to = p.pieces + (u64)at * HEADS * LATENT;
-        if (w) give<0>(out, query, thread);
-        meet(1, CONSUMERS);
-        if (!w) {
-            finish<0>(out, query, by, to, thread);
-            // What WG 1 needs next goes where WG 0 has read.
-            give<4>(out, query, thread);
+        // A warpgroup adds half of the columns, in two rounds; rows are free again when the copy engine has read them.
+        float *mine = area + w * (HEADS * ROW), *others = area + (w ^ 1) * (HEADS * ROW);
+#pragma unroll
+        for (int round = 0; round < 2; round++) {
+            if (round) meet(1, CONSUMERS);
+            if (w)
+                round ? give<2>(out, others, own_warp, row, column) : give<0>(out, others, own_warp, row, column);
+            else
+                round ? give<6>(out, others, own_warp, row, column) : give<4>(out, others, own_warp, row, column);
+            meet(1, CONSUMERS);
+            if (w)
+                round ? add<6>(out, mine, factors, 1, own_warp, row, column) : add<4>(out, mine, factors, 1, own_warp, row, column);
+            else
+                round ? add<2>(out, mine, factors, 0, own_warp, row, column) : add<0>(out, mine, factors, 0, own_warp, row, column);
+            shared_written();
+            meet(2 + w, 128);
+            if (own_warp == 0) {
+                const u32 from = shared_address(mine);
+                if (p.parts > 1) {
+                    if (tid % 32 == 0) store_bulk(p.pieces + ((u64)at * 4 + 2 * w + round) * (HEADS * ROW), from, HEADS * ROW * 4);
+                } else {
+                    const u32 h = done.group * HEADS + tid % 32;
+                    if (tid % 32 < HEADS && h < p.heads)
+                        store_bulk(p.pieces + ((u64)done.row * p.heads + h) * LATENT + 256 * w + 128 * round, from + tid % 32 * (ROW * 4), 512);
+                }
+                asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+                __syncwarp();
+            }
         }
-        meet(1, CONSUMERS);
-        if (w) finish<4>(out, query, by, to, thread);
+        at += gridDim.x;
     }
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) attend_selected(const __grid_constant__ Args p) {
+extern "C" __global__ void __launch_bounds__(512, 1) attend_selected(const __grid_constant__ Args p) {
     extern __shared__ __align__(1024) u8 room[];
-    const u32 base = shared_address(room), full = base + BARRIER_AT, empty = full + 8 * UNITS;
+    const u32 base = shared_address(room);
+    const Barriers b = barriers_at(base + BARRIER_AT);
     if (threadIdx.x == 0) {
         *(uint4 *)(room + MARK_AT) = make_uint4(0, 0, 0, 0);
         for (int i = 0; i < UNITS; i++) {
-            barrier_init(full + 8 * i, 128);
-            barrier_init(empty + 8 * i, 4);
+            barrier_init(b.units_full + 8 * i, GATHERERS);
+            barrier_init(b.units_empty + 8 * i, 4);
+        }
+        for (int i = 0; i < PLACES; i++) {
+            barrier_init(b.places_full + 8 * i, TILE);
+            barrier_init(b.places_empty + 8 * i, GATHERERS / 32);
+        }
+        for (int i = 0; i < ITEMS; i++) {
+            barrier_init(b.items_full + 8 * i, 1);
+            barrier_init(b.items_empty + 8 * i, (CONSUMERS + GATHERERS) / 32);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
-    after_previous();
-    if (threadIdx.x >= CONSUMERS) {
+    if (threadIdx.x >= CONSUMERS + GATHERERS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        gather(p, base, full, empty);
+        // Lists and pages are older than the launch in front, which has waited for theirs.
+        scout(p, room, b);
+    } else if (threadIdx.x >= CONSUMERS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        after_previous();
+        let_next_begin();
+        gather(p, room, base, b);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        attend(p, room, base, full, empty);
-    }
-}
-
-// Where a row's tokens lie in the cache, whole tiles; beyond the last token its place again. Grid (rows), 256 threads.
-KERNEL find_places(const Segment *segments, const u32 *row_segment, const u32 *pages, const u32 *tokens, int width,
-                   const u32 *lens, u32 *places, int pitch) {
-    after_previous();
-    let_next_begin();
-    const int row = blockIdx.x, count = lens[row];
-    const u32 first_page = segments[row_segment[row]].first_page;
-    for (int i = threadIdx.x; i < pitch && count > 0; i += 256) {
-        const u32 token = tokens[(u64)row * width + min_of(i, count - 1)];
-        places[(u64)row * pitch + i] = pages[first_page + token / PAGE] * PAGE + token % PAGE;
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+        after_previous();
+        attend(p, room, base, b);
     }
 }
 
 // out[row, head] = the parts' sums over the parts' totals. Grid (rows, heads), 128 threads; zero for an empty list.
-KERNEL merge(const float *pieces, const float2 *stats, int parts, int groups, int heads, float *out) {
+KERNEL merge(const float *pieces, const float2 *stats, int groups, int heads, float *out) {
     after_previous();
+    let_next_begin();
     const int row = blockIdx.x, head = blockIdx.y, group = head / HEADS, at = head % HEADS;
-    const u64 first = ((u64)row * groups + group) * parts;
+    const u64 first = ((u64)row * groups + group) * PARTS;
+    float2 stat[PARTS];
+    float4 piece[PARTS];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) stat[i] = stats[(first + i) * HEADS + at];
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) piece[i] = *(const float4 *)(pieces + (((first + i) * 4 + threadIdx.x / 32) * HEADS + at) * ROW + threadIdx.x % 32 * 4);
     float top = -INFINITY;
-    for (int i = 0; i < parts; i++) top = fmaxf(top, stats[(first + i) * HEADS + at].x);
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) top = fmaxf(top, stat[i].x);
     float total = 0.0f;
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int i = 0; i < parts; i++) {
-        const float2 s = stats[(first + i) * HEADS + at];
-        if (s.y == 0.0f) continue;
-        const float keep = exp2_fast(s.x - top);
-        const float4 v = ((const float4 *)(pieces + ((first + i) * HEADS + at) * LATENT))[threadIdx.x];
-        total = fmaf(keep, s.y, total);
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        if (stat[i].y == 0.0f) continue;
+        const float keep = exp2_fast(stat[i].x - top);
+        const float4 v = piece[i];
+        total = fmaf(keep, stat[i].y, total);
         sum.x = fmaf(keep, v.x, sum.x);
         sum.y = fmaf(keep, v.y, sum.y);
         sum.z = fmaf(keep, v.z, sum.z);

@@ -24,6 +24,12 @@ const TILE: usize = 64;
 const PARTS: usize = 4;
 const PARTED_ROWS: usize = 320;
 
+/// Floats of a row of 128 columns in the sums of a part, of which a head has four.
+const ROW: usize = 128 + 4;
+
+/// Threads of a block: two warpgroups that compute, one that gathers, one that looks ahead.
+const THREADS: usize = 512;
+
 /// Bytes of sums of parts held at a time; more rows are taken in turns.
 const PIECES: usize = 256 << 20;
 
@@ -31,9 +37,12 @@ const PIECES: usize = 256 << 20;
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct Args {
-    latents: u64,
-    places: u64,
+    segments: u64,
+    row_segment: u64,
+    pages: u64,
+    tokens: u64,
     lens: u64,
+    latents: u64,
     queries: u64,
     pieces: u64,
     stats: u64,
@@ -41,7 +50,7 @@ struct Args {
     groups: u32,
     parts: u32,
     heads: u32,
-    pitch: u32,
+    width: u32,
     scale: f32,
 }
 
@@ -54,9 +63,12 @@ pub(crate) fn item_heads(heads: usize) -> usize {
     }
 }
 
-/// Bytes of shared memory of a block: ring, queries, weights of both warpgroups, maxima, sums and marks, barriers.
+/// Bytes of shared memory of a block: ring, queries, weights of both warpgroups, maxima, sums and marks, places and items known
+/// ahead, barriers.
 fn shared(heads: usize) -> usize {
-    11 * TILE * 256 + heads * (1024 + 2 * 128 + 2 * 16 + 2 * 8) + 16 + 11 * 16
+    let (units, places, items) = (11, 16, 4);
+    let ahead = places * 4 * TILE + items * 16;
+    units * TILE * 256 + heads * (1024 + 2 * 128 + 2 * 16 + 2 * 8) + 16 + ahead + (units + places + items) * 16
 }
 
 /// `out[row, head]` = attended latent in f32 for absorbed `queries` in halves, both `[rows, heads, LATENT]` and of a range of the
@@ -74,50 +86,43 @@ pub(crate) fn attend(
     let of_item = item_heads(heads);
     let groups = heads.div_ceil(of_item);
     let parts = if rows <= PARTED_ROWS { PARTS } else { 1 };
-    let pitch = selection.width.next_multiple_of(TILE);
-    let piece = 4 * of_item * LATENT * groups * parts;
+    let piece = 4 * of_item * 4 * ROW * groups * parts;
     let turn = (PIECES / piece).clamp(1, range.len().max(1));
-    let places = cuda.scratch("places of selected tokens", 4 * turn * pitch)?;
-    let pieces = cuda.scratch("attention of parts", turn * piece)?;
-    let stats = cuda.scratch("softmax of parts", 8 * turn * groups * parts * of_item)?;
+    // A row that is not cut needs no pieces.
+    let held = if parts > 1 { turn } else { 0 };
+    let pieces = cuda.scratch("attention of parts", held * piece)?;
+    let stats = cuda.scratch("softmax of parts", 8 * held * groups * parts * of_item)?;
     let constants = [of_item as i64, PAGE_TOKENS as i64];
     let kernel = |entry| cuda.kernels.get(&FILE, &constants, entry);
-    let (find_places, attend, merge) = (kernel("find_places")?, kernel("attend_selected")?, kernel("merge")?);
+    let (attend, merge) = (kernel("attend_selected")?, kernel("merge")?);
     for first in range.clone().step_by(turn) {
         let count = turn.min(range.end - first);
         let (words, halves) = (4 * first as u64, (2 * (first - range.start) * heads * LATENT) as u64);
-        let lens = selection.lens.address() + words;
-        let arguments = Arguments::new()
-            .with(cuda.plan.segments())
-            .with(cuda.plan.row_segments() + words)
-            .with(cuda.plan.pages())
-            .with(selection.tokens.address() + words * selection.width as u64)
-            .int(selection.width)
-            .with(lens)
-            .with(places)
-            .int(pitch);
-        cuda.kernels.launch_early(find_places, Grid::new([count, 1, 1], 256), arguments)?;
         let items = count * groups * parts;
         let args = Args {
+            segments: cuda.plan.segments(),
+            row_segment: cuda.plan.row_segments() + words,
+            pages: cuda.plan.pages(),
+            tokens: selection.tokens.address() + words * selection.width as u64,
+            lens: selection.lens.address() + words,
             latents,
-            places,
-            lens,
             queries: queries + halves,
-            pieces,
+            pieces: if parts > 1 { pieces } else { out + 2 * halves },
             stats,
             items: items as u32,
             groups: groups as u32,
             parts: parts as u32,
             heads: heads as u32,
-            pitch: pitch as u32,
+            width: selection.width as u32,
             scale: scale * std::f32::consts::LOG2_E,
         };
         let blocks = items.min(cuda.device.properties().multiprocessors);
-        let grid = Grid { blocks: [blocks, 1, 1], threads: 384, shared: shared(of_item) };
+        let grid = Grid { blocks: [blocks, 1, 1], threads: THREADS, shared: shared(of_item) };
         cuda.kernels.launch_early(attend, grid, Arguments::new().with(args))?;
-        let arguments =
-            Arguments::new().with(pieces).with(stats).int(parts).int(groups).int(heads).with(out + 2 * halves);
-        cuda.kernels.launch_early(merge, Grid::new([count, heads, 1], LATENT / 4), arguments)?;
+        if parts > 1 {
+            let arguments = Arguments::new().with(pieces).with(stats).int(groups).int(heads).with(out + 2 * halves);
+            cuda.kernels.launch_early(merge, Grid::new([count, heads, 1], LATENT / 4), arguments)?;
+        }
     }
     Ok(())
 }
