@@ -163,7 +163,9 @@ pub(super) fn rows(cuda: &mut Cuda, each: &mut dyn FnMut(Row)) -> Result<()> {
         }
     }
     each(attend(cuda, 1, 2048, 16 << 10, false)?);
-    for (sequences, context) in [(1, 16 << 10), (8, 128 << 10), (32, 16 << 10), (32, 128 << 10), (4, 1 << 20)] {
+    for (sequences, context) in
+        [(1, 16 << 10), (1, 128 << 10), (8, 128 << 10), (32, 16 << 10), (32, 128 << 10), (4, 1 << 20)]
+    {
         each(select(cuda, sequences, 3, context)?);
     }
     Ok(())

@@ -8,7 +8,7 @@
 //
 // A block is two warpgroups that compute, one that gathers and one that looks ahead (sparse.cuh). The computing ones take tiles in
 // turn, each with its own running softmax and O^T in registers (HEADS x 4), so that one's products run beside the other's
-// exponentials; at the end of an item they are added through shared memory, from where the copy engine takes them.
+// exponentials; at the end of an item they are added through shared memory.
 //
 // Softmax: weights refer to a maximum that moves only where one would grow beyond 2^8, so most tiles need no exchange of maxima
 // among the lanes and warps that share a head.
@@ -20,8 +20,8 @@
 // The scouts begin before the launch in front has ended: lists and page tables must be older than that launch, which must have
 // waited for the one in front of it before it lets the next begin. Here that launch absorbs the queries.
 //
-// Layout: latents [pages][PAGE][512] halves; queries [rows][heads][512] halves; pieces [rows, groups, parts][4][HEADS][ROW] f32, 128
-// columns of a row, with their maximum (base 2) and sum [rows, groups, parts][HEADS][2].
+// Layout: latents [pages][PAGE][512] halves; queries [rows][heads][512] halves; pieces [rows, groups, parts] of HEADS times 512
+// f32 in the order of threads and registers, with their maximum (base 2) and sum [rows, groups, parts][HEADS][2].
 // Constants: HEADS heads of an item (8, 16 or 32), PAGE tokens of a page.
 //
 // Limits: latents of 512; compute capability 9.0; shared memory of a whole multiprocessor.
@@ -38,6 +38,9 @@ DEVICE float exp2_fast(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+// Results go to memory by the copy engine, from rows of 128 columns.
+#define ROW (128 + 4)
 
 // Blocks FROM, FROM + 1 of O^T to rows of heads.
 template <int FROM>
@@ -65,6 +68,39 @@ DEVICE void add(const float (&out)[8][HEADS / 2], float *rows, const float4 *fac
         for (int i = 0; i < 8; i++) {
             const float own = out[FROM + (i >> 2)][4 * n + (i & 3)], first = w ? theirs[i] : own, second = w ? own : theirs[i];
             at[(i & 1) * ROW + 8 * (i >> 1 & 1) + 64 * (i >> 2)] = fmaf(second, by[i & 1].y, first * by[i & 1].x) * by[i & 1].z;
+        }
+    }
+}
+
+// The same for sums that stay in the order of threads and registers: HEADS / 4 times four of a thread.
+template <int FROM>
+DEVICE void give_parts(const float (&out)[8][HEADS / 2], float4 *to, int thread) {
+#pragma unroll
+    for (int j = 0; j < HEADS / 4; j++) {
+        const float *v = out[FROM + j / (HEADS / 8)] + j % (HEADS / 8) * 4;
+        to[j * 128 + thread] = make_float4(v[0], v[1], v[2], v[3]);
+    }
+}
+
+template <int FROM>
+DEVICE void add_parts(const float (&out)[8][HEADS / 2], const float4 *from, const float4 *factors, int w, float4 *to, int thread) {
+#pragma unroll
+    for (int n = 0; n < HEADS / 8; n++) {
+        float4 by[2];
+#pragma unroll
+        for (int e = 0; e < 2; e++) by[e] = factors[8 * n + 2 * (thread & 3) + e];
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            const int j = b * (HEADS / 8) + n;
+            const float4 v = from[j * 128 + thread];
+            const float theirs[4] = {v.x, v.y, v.z, v.w};
+            float sum[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float own = out[FROM + b][4 * n + i], first = w ? theirs[i] : own, second = w ? own : theirs[i];
+                sum[i] = fmaf(second, by[i & 1].y, first * by[i & 1].x);
+            }
+            to[j * 128 + thread] = make_float4(sum[0], sum[1], sum[2], sum[3]);
         }
     }
 }
@@ -268,33 +304,49 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
             factors[tid] = make_float4(first, second, p.parts > 1 ? 1.0f : sum != 0.0f ? 1.0f / sum : 0.0f, 0.0f);
             if (p.parts > 1) p.stats[(u64)at * HEADS + tid] = make_float2(most, sum);
         }
-        // A warpgroup adds half of the columns, in two rounds; rows are free again when the copy engine has read them.
-        float *mine = area + w * (HEADS * ROW), *others = area + (w ^ 1) * (HEADS * ROW);
+        // A warpgroup adds half of the columns, in two rounds.
+        if (p.parts > 1) {
+            float4 *mine = (float4 *)area + w * (HEADS * 32), *others = (float4 *)area + (w ^ 1) * (HEADS * 32);
+            float4 *to = (float4 *)p.pieces + ((u64)at * 4 + 2 * w) * (HEADS * 32);
+            const int own = tid & 127;
 #pragma unroll
-        for (int round = 0; round < 2; round++) {
-            if (round) meet(1, CONSUMERS);
-            if (w)
-                round ? give<2>(out, others, own_warp, row, column) : give<0>(out, others, own_warp, row, column);
-            else
-                round ? give<6>(out, others, own_warp, row, column) : give<4>(out, others, own_warp, row, column);
-            meet(1, CONSUMERS);
-            if (w)
-                round ? add<6>(out, mine, factors, 1, own_warp, row, column) : add<4>(out, mine, factors, 1, own_warp, row, column);
-            else
-                round ? add<2>(out, mine, factors, 0, own_warp, row, column) : add<0>(out, mine, factors, 0, own_warp, row, column);
-            shared_written();
-            meet(2 + w, 128);
-            if (own_warp == 0) {
-                const u32 from = shared_address(mine);
-                if (p.parts > 1) {
-                    if (tid % 32 == 0) store_bulk(p.pieces + ((u64)at * 4 + 2 * w + round) * (HEADS * ROW), from, HEADS * ROW * 4);
-                } else {
+            for (int round = 0; round < 2; round++) {
+                if (round) meet(1, CONSUMERS);
+                if (w)
+                    round ? give_parts<2>(out, others, own) : give_parts<0>(out, others, own);
+                else
+                    round ? give_parts<6>(out, others, own) : give_parts<4>(out, others, own);
+                meet(1, CONSUMERS);
+                if (w)
+                    round ? add_parts<6>(out, mine, factors, 1, to + HEADS * 32, own) : add_parts<4>(out, mine, factors, 1, to, own);
+                else
+                    round ? add_parts<2>(out, mine, factors, 0, to + HEADS * 32, own) : add_parts<0>(out, mine, factors, 0, to, own);
+            }
+        } else {
+            // Rows are free again when the copy engine has read them.
+            float *mine = area + w * (HEADS * ROW), *others = area + (w ^ 1) * (HEADS * ROW);
+#pragma unroll
+            for (int round = 0; round < 2; round++) {
+                if (round) meet(1, CONSUMERS);
+                if (w)
+                    round ? give<2>(out, others, own_warp, row, column) : give<0>(out, others, own_warp, row, column);
+                else
+                    round ? give<6>(out, others, own_warp, row, column) : give<4>(out, others, own_warp, row, column);
+                meet(1, CONSUMERS);
+                if (w)
+                    round ? add<6>(out, mine, factors, 1, own_warp, row, column) : add<4>(out, mine, factors, 1, own_warp, row, column);
+                else
+                    round ? add<2>(out, mine, factors, 0, own_warp, row, column) : add<0>(out, mine, factors, 0, own_warp, row, column);
+                shared_written();
+                meet(2 + w, 128);
+                if (own_warp == 0) {
+                    const u32 from = shared_address(mine);
                     const u32 h = done.group * HEADS + tid % 32;
                     if (tid % 32 < HEADS && h < p.heads)
                         store_bulk(p.pieces + ((u64)done.row * p.heads + h) * LATENT + 256 * w + 128 * round, from + tid % 32 * (ROW * 4), 512);
+                    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
+                    __syncwarp();
                 }
-                asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-                __syncwarp();
             }
         }
         at += gridDim.x;
@@ -339,35 +391,54 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_selected(const __gri
     }
 }
 
-// out[row, head] = the parts' sums over the parts' totals. Grid (rows, heads), 128 threads; zero for an empty list.
-KERNEL merge(const float *pieces, const float2 *stats, int groups, int heads, float *out) {
+// out[row, head] = the parts' sums over the parts' totals. Grid (rows, eights of heads, 4), 128 threads, each with the registers of
+// the thread that left them; zero for an empty list.
+KERNEL merge(const float4 *pieces, const float2 *stats, int groups, int heads, float *out) {
     after_previous();
     let_next_begin();
-    const int row = blockIdx.x, head = blockIdx.y, group = head / HEADS, at = head % HEADS;
+    const int row = blockIdx.x, group = blockIdx.y / (HEADS / 8), n = blockIdx.y % (HEADS / 8);
+    const int warp = threadIdx.x >> 5, g = (threadIdx.x & 31) >> 2, t = threadIdx.x & 3;
     const u64 first = ((u64)row * groups + group) * PARTS;
-    float2 stat[PARTS];
-    float4 piece[PARTS];
+    float4 stat[PARTS], piece[2][PARTS];
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) stat[i] = stats[(first + i) * HEADS + at];
+    for (int i = 0; i < PARTS; i++) stat[i] = *(const float4 *)(stats + (first + i) * HEADS + 8 * n + 2 * t);
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) piece[i] = *(const float4 *)(pieces + (((first + i) * 4 + threadIdx.x / 32) * HEADS + at) * ROW + threadIdx.x % 32 * 4);
-    float top = -INFINITY;
+    for (int b = 0; b < 2; b++)
 #pragma unroll
-    for (int i = 0; i < PARTS; i++) top = fmaxf(top, stat[i].x);
-    float total = 0.0f;
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int i = 0; i < PARTS; i++)
+            piece[b][i] = pieces[((first + i) * 4 + blockIdx.z) * (HEADS * 32) + (b * (HEADS / 8) + n) * 128 + threadIdx.x];
+    float top[2] = {-INFINITY, -INFINITY}, total[2] = {0.0f, 0.0f}, sum[2][4] = {};
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
-        if (stat[i].y == 0.0f) continue;
-        const float keep = exp2_fast(stat[i].x - top);
-        const float4 v = piece[i];
-        total = fmaf(keep, stat[i].y, total);
-        sum.x = fmaf(keep, v.x, sum.x);
-        sum.y = fmaf(keep, v.y, sum.y);
-        sum.z = fmaf(keep, v.z, sum.z);
-        sum.w = fmaf(keep, v.w, sum.w);
+        top[0] = fmaxf(top[0], stat[i].x);
+        top[1] = fmaxf(top[1], stat[i].z);
     }
-    const float by = total != 0.0f ? 1.0f / total : 0.0f;
-    ((float4 *)(out + ((u64)row * heads + head) * LATENT))[threadIdx.x] =
-        make_float4(sum.x * by, sum.y * by, sum.z * by, sum.w * by);
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+        const float at[2] = {stat[i].x, stat[i].z}, of[2] = {stat[i].y, stat[i].w};
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+            if (of[e] == 0.0f) continue;
+            const float keep = exp2_fast(at[e] - top[e]);
+            total[e] = fmaf(keep, of[e], total[e]);
+#pragma unroll
+            for (int b = 0; b < 2; b++) {
+                const float4 v = piece[b][i];
+                sum[b][e] = fmaf(keep, e ? v.y : v.x, sum[b][e]);
+                sum[b][2 + e] = fmaf(keep, e ? v.w : v.z, sum[b][2 + e]);
+            }
+        }
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+        const int head = group * HEADS + 8 * n + 2 * t + e;
+        if (head >= heads) continue;
+        const float by = total[e] != 0.0f ? 1.0f / total[e] : 0.0f;
+        float *to = out + ((u64)row * heads + head) * LATENT + 128 * blockIdx.z + 16 * warp + g;
+#pragma unroll
+        for (int b = 0; b < 2; b++) {
+            to[64 * b] = sum[b][e] * by;
+            to[64 * b + 8] = sum[b][2 + e] * by;
+        }
+    }
 }

@@ -18,8 +18,6 @@
 #define ITEMS 4
 #define PLACES 16
 #define LOOKUP 10
-// Columns of a row in which sums go to memory by the copy engine; see sparse.cu.
-#define ROW (128 + 4)
 #define QUERY_AT (UNITS * UNIT)
 #define WEIGHT_AT (QUERY_AT + HEADS * 1024)
 #define TOP_AT (WEIGHT_AT + 2 * HEADS * 128)

@@ -24,9 +24,6 @@ const TILE: usize = 64;
 const PARTS: usize = 4;
 const PARTED_ROWS: usize = 320;
 
-/// Floats of a row of 128 columns in the sums of a part, of which a head has four.
-const ROW: usize = 128 + 4;
-
 /// Threads of a block: two warpgroups that compute, one that gathers, one that looks ahead.
 const THREADS: usize = 512;
 
@@ -86,7 +83,7 @@ pub(crate) fn attend(
     let of_item = item_heads(heads);
     let groups = heads.div_ceil(of_item);
     let parts = if rows <= PARTED_ROWS { PARTS } else { 1 };
-    let piece = 4 * of_item * 4 * ROW * groups * parts;
+    let piece = 4 * of_item * LATENT * groups * parts;
     let turn = (PIECES / piece).clamp(1, range.len().max(1));
     // A row that is not cut needs no pieces.
     let held = if parts > 1 { turn } else { 0 };
@@ -121,7 +118,7 @@ pub(crate) fn attend(
         cuda.kernels.launch_early(attend, grid, Arguments::new().with(args))?;
         if parts > 1 {
             let arguments = Arguments::new().with(pieces).with(stats).int(groups).int(heads).with(out + 2 * halves);
-            cuda.kernels.launch_early(merge, Grid::new([count, heads, 1], LATENT / 4), arguments)?;
+            cuda.kernels.launch_early(merge, Grid::new([count, groups * of_item / 8, LATENT / 128], 128), arguments)?;
         }
     }
     Ok(())
