@@ -2,12 +2,12 @@
 //!
 //! One prompt of the wanted length is computed; all sequences then go on behind it, each in a slot of its own, sharing the
 //! prompt's pages. What a step must read is counted from the inventory: all weights once, of the routed experts those that the
-//! step's rows can be expected to choose, and each sequence's state.
+//! step's rows chose, which random weights make fewer than independent choices would, and each sequence's state.
 
-use std::time::Instant;
+use std::{collections::BTreeSet, time::Instant};
 
 use glimmer_checkpoint::inventory::Group;
-use glimmer_model::{Limits, Model, Options, plan::scratch::Largest};
+use glimmer_model::{At, Limits, Model, Observer, Options, plan::scratch::Largest};
 use glimmer_tensor::{Backend, PAGE_TOKENS, Segment, Step};
 use serde::Serialize;
 
@@ -46,6 +46,8 @@ pub struct StepRow {
     pub launches: u64,
     /// Whose the time is, where the backend can tell.
     pub parts: Option<Parts>,
+    /// Different experts that the rows of a layer chose, the mean of the layers.
+    pub experts: f64,
     /// Bytes that the step must read.
     pub bytes: f64,
     /// Multiplications and additions of its products with weights.
@@ -72,7 +74,9 @@ pub struct Insight<B> {
     pub launches: fn(&B) -> u64,
     /// Launches every kernel by itself from now on, or repeats steps as a whole where it can.
     pub set_eager: fn(&mut B, bool),
-    /// The parts of the step that was kept last as a whole.
+    /// Notes the work of every step from now on, also of those that are not repeated as a whole.
+    pub set_noting: fn(&mut B, bool),
+    /// The parts of the step that was noted or kept last.
     pub parts: fn(&mut B) -> glimmer_tensor::Result<Option<Parts>>,
 }
 
@@ -88,7 +92,7 @@ impl<B> Insight<B> {
     /// Of a backend that knows nothing.
     #[must_use]
     pub fn none() -> Self {
-        Self { launches: |_| 0, set_eager: |_, _| (), parts: |_| Ok(None) }
+        Self { launches: |_| 0, set_eager: |_, _| (), set_noting: |_, _| (), parts: |_| Ok(None) }
     }
 }
 
@@ -202,7 +206,7 @@ impl<B: Backend> StepBench<B> {
         if self.plan.prefill > 0 {
             let step = chunk(0, self.plan.prefill);
             let mut row = self.measure(1, &step, insight, self.plan.repeats.div_ceil(4))?;
-            row.parts = self.parts(insight, parts)?;
+            row.parts = self.parts(&step, insight, parts)?;
             report(&row);
             measured.push(row);
         }
@@ -215,7 +219,7 @@ impl<B: Backend> StepBench<B> {
             }
             let step = decode(sequences, rows, context, shared, own);
             let mut row = self.measure(sequences, &step, insight, self.plan.repeats)?;
-            row.parts = self.parts(insight, parts)?;
+            row.parts = self.parts(&step, insight, parts)?;
             report(&row);
             measured.push(row);
         }
@@ -226,10 +230,13 @@ impl<B: Backend> StepBench<B> {
         self.model.forward(step, &mut ()).map_err(|error| BenchError::model("a step", error))
     }
 
-    fn parts(&mut self, insight: Insight<B>, wanted: bool) -> Result<Option<Parts>, BenchError> {
+    fn parts(&mut self, step: &Step, insight: Insight<B>, wanted: bool) -> Result<Option<Parts>, BenchError> {
         if !wanted {
             return Ok(None);
         }
+        (insight.set_noting)(self.model.backend_mut(), true);
+        self.forward(step)?;
+        (insight.set_noting)(self.model.backend_mut(), false);
         (insight.parts)(self.model.backend_mut()).map_err(|error| BenchError::model("parts of a step", error))
     }
 
@@ -271,7 +278,9 @@ impl<B: Backend> StepBench<B> {
         let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
         let chained = self.chain(step, repeats)?;
         let rows = step.rows();
-        let missed = (1.0 - self.top as f64 / self.experts.max(1) as f64).powi(i32::try_from(rows).unwrap_or(i32::MAX));
+        let mut met = Met::default();
+        self.model.forward(step, &mut met).map_err(|error| BenchError::model("a step", error))?;
+        let experts = met.experts();
         let logits = step.logits.len();
         let head = 2.0 * (self.model.config().vocab_size * self.model.config().hidden_size) as f64;
         let rest = self.dense.1 - head / 2.0;
@@ -284,9 +293,34 @@ impl<B: Backend> StepBench<B> {
             eager,
             launches: count,
             parts: None,
-            bytes: self.dense.0 + self.routed.0 * (1.0 - missed) + self.slot_bytes * sequences as f64,
+            experts,
+            bytes: self.dense.0
+                + self.routed.0 * experts / self.experts.max(1) as f64
+                + self.slot_bytes * sequences as f64,
             flops: 2.0 * (rows as f64 * (rest + routed) + logits as f64 * head / 2.0),
         })
+    }
+}
+
+/// Counts the experts that a step meets.
+#[derive(Debug, Default)]
+struct Met {
+    layers: usize,
+    distinct: usize,
+}
+
+impl Met {
+    /// Different experts of a layer, the mean of the layers.
+    fn experts(&self) -> f64 {
+        self.distinct as f64 / self.layers.max(1) as f64
+    }
+}
+
+impl<B: Backend> Observer<B> for Met {
+    fn routing(&mut self, at: At<'_, B>, routing: &B::Routing) {
+        let chosen = |row| at.backend.read_routing(routing, row).into_iter().map(|(expert, _)| expert);
+        self.distinct += (0..at.rows).flat_map(chosen).collect::<BTreeSet<u32>>().len();
+        self.layers += 1;
     }
 }
 

@@ -28,6 +28,7 @@ use crate::{
 /// The headers that kernels include, with their texts.
 const HEADERS: [(&CStr, &str); 16] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
+    (c"lanes.cuh", include_str!("kernels/lanes.cuh")),
     (c"wgmma.cuh", include_str!("kernels/wgmma.cuh")),
     (c"fragments.cuh", include_str!("kernels/fragments.cuh")),
     (c"kda.cuh", include_str!("kernels/kda.cuh")),

@@ -21,6 +21,7 @@ use crate::{
     compile::{Compiled, Compiler, Unit},
     device::{Device, check},
     error::{CudaError, Result},
+    library::{Call, Library},
     upload::Uploads,
 };
 
@@ -58,8 +59,8 @@ pub struct Kernels {
     launches: AtomicUsize,
     /// Weights on their way.
     pub(crate) uploads: Uploads,
-    /// Launches since somebody asked for notes, and what [`Device::asked`] said then.
-    notes: Mutex<Option<(u64, Vec<Launch>)>>,
+    /// Work since somebody asked for notes, and what [`Device::asked`] said then.
+    notes: Mutex<Option<(u64, Vec<Work>)>>,
 }
 
 /// A kernel, ready to be launched.
@@ -115,6 +116,15 @@ pub struct Launch {
     pub early: bool,
     /// What it is given.
     pub arguments: Arguments,
+}
+
+/// What the stages give to the stream.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) enum Work {
+    /// A kernel's launch.
+    Launch(Launch),
+    /// A product of the library.
+    Product(Call),
 }
 
 impl Arguments {
@@ -239,32 +249,53 @@ impl Kernels {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// From now on launches are noted beside being given to the device.
+    /// From now on work is noted beside being given to the device.
     pub(crate) fn note(&self) {
         *self.notes.lock().unwrap_or_else(PoisonError::into_inner) = Some((self.device.asked(), Vec::new()));
     }
 
-    /// Ends that: the launches since; none where [`Self::note`] was not called or the stream may have been given anything else.
-    pub(crate) fn stop_noting(&self) -> Option<Vec<Launch>> {
+    /// Ends that: the work since; none where [`Self::note`] was not called or the stream may have been given anything else.
+    pub(crate) fn stop_noting(&self) -> Option<Vec<Work>> {
         let notes = self.notes.lock().unwrap_or_else(PoisonError::into_inner).take();
-        notes.filter(|(asked, _)| *asked == self.device.asked()).map(|(_, launches)| launches)
+        notes.filter(|(asked, _)| *asked == self.device.asked()).map(|(_, work)| work)
     }
 
-    /// Gives launches to the device again.
-    pub(crate) fn repeat(&self, launches: &[Launch]) -> Result<()> {
-        launches.iter().try_for_each(|launch| self.enqueue(launch))
+    /// Gives work to the device again.
+    pub(crate) fn repeat(&self, work: &[Work], library: &mut Option<Library>) -> Result<()> {
+        work.iter().try_for_each(|work| match (work, library.as_mut()) {
+            (Work::Launch(launch), _) => self.enqueue(launch),
+            (Work::Product(call), Some(library)) => library.multiply(&self.device, call).map(|_| ()),
+            (Work::Product(_), None) => {
+                Err(CudaError::Library { what: "products of a library that is gone".to_owned() })
+            }
+        })
+    }
+
+    /// Counts and notes a product that the library was given.
+    pub(crate) fn took_product(&self, call: Call) {
+        self.launches.fetch_add(1, Ordering::Relaxed);
+        self.add_note(Work::Product(call));
+    }
+
+    fn add_note(&self, work: Work) {
+        if let Some((_, notes)) = &mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner) {
+            notes.push(work);
+        }
     }
 
     fn take(&self, launch: Launch) -> Result<()> {
         if launch.grid.blocks.contains(&0) {
             return Ok(());
         }
-        self.uploads.settle()?;
+        self.settle()?;
         self.enqueue(&launch)?;
-        if let Some((_, notes)) = &mut *self.notes.lock().unwrap_or_else(PoisonError::into_inner) {
-            notes.push(launch);
-        }
+        self.add_note(Work::Launch(launch));
         Ok(())
+    }
+
+    /// Makes the stream wait for weights that are on their way.
+    pub(crate) fn settle(&self) -> Result<()> {
+        self.uploads.settle()
     }
 
     fn enqueue(&self, launch: &Launch) -> Result<()> {
@@ -272,7 +303,7 @@ impl Kernels {
         enqueue(&self.device, self.device.stream_for_launches(), launch)
     }
 
-    /// Launches so far.
+    /// Launches so far, products of the library included.
     pub fn launches(&self) -> usize {
         self.launches.load(Ordering::Relaxed)
     }

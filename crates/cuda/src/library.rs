@@ -21,6 +21,7 @@ use cudarc::cublaslt::sys;
 use crate::{
     backend::Cuda,
     compile::preload,
+    device::Device,
     error::{CudaError, Result},
 };
 
@@ -102,6 +103,19 @@ impl Product {
     }
 }
 
+/// A product with all that it is given.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Call {
+    pub(crate) product: Product,
+    pub(crate) rows: usize,
+    /// Addresses of weights, rows and sums.
+    pub(crate) addresses: [u64; 3],
+    /// What the sums are multiplied by, and what is kept of what the memory holds.
+    pub(crate) factors: [f32; 2],
+    /// Address of the workspace.
+    pub(crate) workspace: u64,
+}
+
 /// The class of a number of rows: the number its plans are made for.
 fn class(rows: usize) -> usize {
     rows.next_power_of_two().clamp(CLASSES[0], CLASSES[1])
@@ -159,6 +173,43 @@ impl Library {
         })
         .ok()
         .flatten()
+    }
+
+    /// Runs a product behind everything that the stream has been given: whether there is a kernel for it. What it calls is as for
+    /// launches: it may be captured, and nobody notes it.
+    ///
+    /// # Errors
+    /// What the library says.
+    pub(crate) fn multiply(&mut self, device: &Device, call: &Call) -> Result<bool> {
+        let Call { product, rows, addresses, factors: [scale, keep], workspace } = *call;
+        device.bind()?;
+        let handle = self.handle;
+        let Some(plan) = self.plan(product, rows)? else { return Ok(false) };
+        let [x_layout, y_layout] = product.sides(rows)?;
+        let [w, x, y] = addresses.map(|address| address as *mut c_void);
+        // SAFETY: descriptors are alive and describe memory that the launchers have checked; the workspace is as long as said.
+        unsafe {
+            let code = sys::cublasLtMatmul(
+                handle,
+                plan.description.0,
+                (&raw const scale).cast(),
+                w,
+                plan.weights.0,
+                x,
+                x_layout.0,
+                (&raw const keep).cast(),
+                y,
+                y_layout.0,
+                y,
+                y_layout.0,
+                &raw const plan.algorithm,
+                workspace as *mut c_void,
+                WORKSPACE,
+                device.stream_for_launches().cast(),
+            );
+            check("cublasLtMatmul", code)?;
+        }
+        Ok(true)
     }
 
     /// The plan of a product for the class of `rows`, if there is one.
@@ -240,8 +291,8 @@ fn whole_columns(algorithm: &mut sys::cublasLtMatmulAlgo_t) -> bool {
     )
 }
 
-/// Runs a product of `rows` rows behind everything that the stream has been given: `w`, `x` and `y` are addresses of weights,
-/// rows and sums, which are multiplied by `scale` and added to what `y` holds times `keep`. `false` when the library is not
+/// Runs a product of `rows` rows behind everything that the stream has been given: addresses are those of weights, rows and
+/// sums, which are multiplied by the first factor and added to what is there times the second. `false` when the library is not
 /// there or has no kernel for it, and nothing was done.
 ///
 /// # Errors
@@ -250,42 +301,20 @@ pub(crate) fn product(
     cuda: &mut Cuda,
     rows: usize,
     product: Product,
-    [w, x, y]: [u64; 3],
-    [scale, keep]: [f32; 2],
+    addresses: [u64; 3],
+    factors: [f32; 2],
 ) -> glimmer_tensor::Result<bool> {
-    if rows <= OWN_ROWS || cuda.library.is_none() || !product.aligned([w, x, y]) {
+    if rows <= OWN_ROWS || cuda.library.is_none() || !product.aligned(addresses) {
         return Ok(false);
     }
     let workspace = cuda.scratch("workspace of products", WORKSPACE)?;
-    cuda.device.bind()?;
-    let stream = cuda.device.stream();
+    let call = Call { product, rows, addresses, factors, workspace };
+    cuda.kernels.settle()?;
     let Some(library) = &mut cuda.library else { return Ok(false) };
-    let handle = library.handle;
-    let Some(plan) = library.plan(product, rows)? else { return Ok(false) };
-    let [x_layout, y_layout] = product.sides(rows)?;
-    let pointer = |address: u64| address as *mut c_void;
-    // SAFETY: descriptors are alive and describe memory that the launchers have checked; the workspace is as long as said.
-    unsafe {
-        let code = sys::cublasLtMatmul(
-            handle,
-            plan.description.0,
-            (&raw const scale).cast(),
-            pointer(w),
-            plan.weights.0,
-            pointer(x),
-            x_layout.0,
-            (&raw const keep).cast(),
-            pointer(y),
-            y_layout.0,
-            pointer(y),
-            y_layout.0,
-            &raw const plan.algorithm,
-            pointer(workspace),
-            WORKSPACE,
-            stream.cast(),
-        );
-        check("cublasLtMatmul", code)?;
+    if !library.multiply(&cuda.device, &call)? {
+        return Ok(false);
     }
+    cuda.kernels.took_product(call);
     Ok(true)
 }
 

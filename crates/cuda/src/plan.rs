@@ -1,7 +1,7 @@
 //! The step on the device: tokens, segments and page tables as one block of 32-bit words, sent by one copy.
 //!
 //! Words: `tokens [rows] | segment of each row [rows] | image feature or -1 [rows] | segments [n, 8] | logit rows | first row of
-//! each group | source rows | shared rows | pages`; a group is up to [`GROUP_ROWS`] rows of a segment in sequence. The page tables
+//! each group | source rows | shared rows | rows of taken tokens | pages`; a group is up to [`GROUP_ROWS`] rows of a segment in sequence. The page tables
 //! come last, because all before them is as long as the step's [`Key`] says: steps of one key find everything at the same place.
 //! The device block is overwritten in the stream's order, so kernels of the previous step have read theirs before.
 
@@ -31,6 +31,8 @@ pub(crate) enum Role {
     Source,
     /// Rows whose selection is used again.
     Shared,
+    /// Rows whose largest logits' tokens are the step's.
+    Taken,
 }
 
 /// All that the launches of a step depend on.
@@ -55,9 +57,10 @@ pub(crate) struct Plan {
     words: Vec<u32>,
     /// First row of each group.
     pub(crate) groups: Vec<u32>,
-    /// Rows that draft rows continue, and whose selections are shared.
+    /// Rows that draft rows continue, whose selections are shared, and whose tokens are taken.
     source: Vec<u32>,
     shared: Vec<u32>,
+    taken: Vec<u32>,
     block: Option<Memory>,
     lists: Option<Memory>,
     pinned: Vec<Pinned>,
@@ -74,6 +77,7 @@ impl Plan {
             groups: Vec::new(),
             source: Vec::new(),
             shared: Vec::new(),
+            taken: Vec::new(),
             block: None,
             lists: None,
             pinned: Vec::new(),
@@ -85,7 +89,7 @@ impl Plan {
     /// Room for steps of `rows` rows over contexts of `tokens` tokens.
     pub(crate) fn reserve(&mut self, device: &Device, memory: &Allocator, rows: usize, tokens: usize) -> Result<()> {
         self.reserved_rows = Some(rows);
-        let words = rows * (7 + SEGMENT_WORDS) + rows.max(tokens);
+        let words = rows * (8 + SEGMENT_WORDS) + rows.max(tokens);
         grow(&mut self.block, memory, words)?;
         grow(&mut self.lists, memory, rows)?;
         self.pin(device, words)
@@ -101,18 +105,18 @@ impl Plan {
         Ok(())
     }
 
-    /// Takes over a step with its source and shared rows, and sends it; whether the block had to move for it.
+    /// Takes over a step with its source, shared and taken rows, and sends it; whether the block had to move for it.
     pub(crate) fn begin(
         &mut self,
         device: &Device,
         memory: &Allocator,
         step: &Step,
-        [source, shared]: [&[u32]; 2],
+        lists: [&[u32]; 3],
     ) -> Result<bool> {
         if let Some(rows) = self.reserved_rows {
             require("begin: rows of the step", step.rows(), rows)?;
         }
-        self.pack(step, [source, shared]);
+        self.pack(step, lists);
         let (len, before) = (self.words.len(), self.word(0));
         let block = grow(&mut self.block, memory, len)?.clone();
         self.pin(device, len)?;
@@ -122,14 +126,15 @@ impl Plan {
     }
 
     /// The step as words.
-    fn pack(&mut self, step: &Step, [source, shared]: [&[u32]; 2]) {
+    fn pack(&mut self, step: &Step, [source, shared, taken]: [&[u32]; 3]) {
         // Field by field: the vectors keep their memory.
         self.step.tokens.clone_from(&step.tokens);
         self.step.segments.clone_from(&step.segments);
         self.step.pages.clone_from(&step.pages);
         self.step.logits.clone_from(&step.logits);
         self.step.features.clone_from(&step.features);
-        for (held, given) in [(&mut self.source, source), (&mut self.shared, shared)] {
+        let held = [&mut self.source, &mut self.shared, &mut self.taken];
+        for (held, given) in held.into_iter().zip([source, shared, taken]) {
             held.clear();
             held.extend(given);
         }
@@ -151,7 +156,7 @@ impl Plan {
             self.groups.extend((row..row + s.rows).step_by(GROUP_ROWS));
             row += s.rows;
         }
-        for list in [&step.logits, &self.groups, &self.source, &self.shared, &step.pages] {
+        for list in [&step.logits, &self.groups, &self.source, &self.shared, &self.taken, &step.pages] {
             words.extend(list);
         }
     }
@@ -175,6 +180,7 @@ impl Plan {
             Role::Logits => (&self.step.logits, self.logits()),
             Role::Source => (&self.source, self.sources()),
             Role::Shared => (&self.shared, self.sources() + 4 * self.source.len() as u64),
+            Role::Taken => (&self.taken, self.sources() + 4 * (self.source.len() + self.shared.len()) as u64),
         };
         (held == rows).then_some(address)
     }
@@ -226,7 +232,7 @@ impl Plan {
     }
 
     pub(crate) fn pages(&self) -> u64 {
-        self.sources() + 4 * (self.source.len() + self.shared.len()) as u64
+        self.sources() + 4 * (self.source.len() + self.shared.len() + self.taken.len()) as u64
     }
 
     /// Whether every group but the last is full, so that the number of rows says where each begins.
@@ -275,7 +281,7 @@ mod tests {
 
     fn packed(step: &Step, source: &[u32]) -> Plan {
         let mut plan = Plan::new();
-        plan.pack(step, [source, &[]]);
+        plan.pack(step, [source, &[], &[]]);
         plan
     }
 

@@ -99,6 +99,11 @@ pub struct CudaMatrix {
 }
 
 impl CudaMatrix {
+    /// The same matrix in the same memory.
+    pub(crate) fn view(&self) -> Self {
+        Self { data: self.data.clone(), ..*self }
+    }
+
     pub(crate) fn address(&self) -> u64 {
         self.data.address()
     }

@@ -11,7 +11,7 @@ use crate::{
     kernels::{
         dense, dsa, experts, few,
         gemm::{self, Variant},
-        index, kda, kda_chunk, mhc, mla, moe, sampler, slots, sparse, vision,
+        index, kda, kda_chunk, mhc, mla, moe, narrow, router, sampler, slots, sparse, vision,
     },
     types::GROUP,
 };
@@ -24,6 +24,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     let (top, experts) = (moe_config.experts_per_token, moe_config.num_experts);
     let mut units = vec![
         dense::FILE.unit(&[]),
+        narrow::FILE.unit(&[]),
         bench::FILE.unit(&[]),
         sampler::FILE.unit(&[]),
         sampler::DRAW.unit(&values(&[sampler::DRAW_HEAD])),
@@ -32,7 +33,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         dsa::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool, indexer.head_dim, indexer.num_heads])),
         dsa::FILE.unit(&values(&dsa::WITHOUT_INDEXER)),
         mla::FILE.unit(&values(&[text.mla.kv_lora_rank, PAGE_TOKENS])),
-        moe::FILE.unit(&values(&[top, experts, moe_config.num_groups, moe_config.topk_groups])),
+        moe::FILE.unit(&values(&[top])),
         slots::FILE.unit(&values(&[top, experts])),
     ];
     if text.mhc.streams == mhc::STREAMS {
@@ -52,8 +53,11 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         units.push(index::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool])));
         units.extend(index::choice_units(indexer.kpool));
     }
-    if moe_config.num_groups != 1 || moe_config.topk_groups != 1 {
-        units.push(moe::FILE.unit(&values(&[top, experts, 1, 1])));
+    // The sums by the kernel, in slices; the choice from those, from the library's or from plain products.
+    let slices = router::slices(text.hidden_size);
+    units.push(router::FILE.unit(&values(&[1, experts, 1, 1, slices])));
+    for slices in BTreeSet::from([1, slices]) {
+        units.push(router::FILE.unit(&values(&[top, experts, moe_config.num_groups, moe_config.topk_groups, slices])));
     }
     if let Some(v) = &config.vision {
         units.push(vision::FILE.unit(&values(&[v.hidden_size / v.num_heads])));

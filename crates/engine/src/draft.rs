@@ -7,8 +7,8 @@
 //!
 //! Drafts decide about speed alone, so a row that proposes nothing usable ends its chain and nothing else.
 
-use glimmer_model::{HiddenSource, Model, MtpStep};
-use glimmer_tensor::{Backend, SampleRow, Samples, Segment, Step};
+use glimmer_model::{ChainStep, HiddenSource, Model, MtpStep};
+use glimmer_tensor::{Backend, SampleRow, Samples, Segment, Step, TOKEN_PLACES};
 
 use crate::{
     EngineError,
@@ -43,7 +43,6 @@ pub(crate) fn propose<B: Backend>(
         return Ok(());
     }
     let step = mtp_step(sequences, trails, |sequence, position| sequence.tokens[position + 1])?;
-    model.draft(&step, &mut ())?;
 
     // The chains: the last row of each trail whose sequence wants drafts.
     let mut first_row = 0;
@@ -57,6 +56,12 @@ pub(crate) fn propose<B: Backend>(
             chains.push(Chain { index: trail.index, position, row: last as u32, selected: last as u32 });
         }
     }
+    let most = chains.iter().map(|chain| sequences[chain.index].wanted).max().unwrap_or(0);
+    let drawn = chains.iter().any(|chain| is_drawn(&sequences[chain.index], drafting));
+    if model.chains() && !drawn && (2..=TOKEN_PLACES).contains(&most) {
+        return propose_unseen(model, sequences, &step, chains, drafting);
+    }
+    model.draft(&step, &mut ())?;
     let mut depth = 0;
     while !chains.is_empty() {
         asked.clear();
@@ -93,23 +98,78 @@ pub(crate) fn propose<B: Backend>(
         if chains.is_empty() {
             break;
         }
-        let trails: Vec<Trail> = chains
-            .iter()
-            .map(|chain| Trail {
-                index: chain.index,
-                position: chain.position + depth - 1,
-                rows: 1,
-                source: chain.row,
-                from: HiddenSource::Draft,
-            })
-            .collect();
-        let mut step = mtp_step(sequences, &trails, |sequence, _| sequence.drafts[depth - 1].token)?;
-        if drafting.share {
-            step.shared = Some(chains.iter().map(|chain| chain.selected).collect());
-        }
+        let step = chain_step(sequences, &chains, depth, drafting, |sequence, _| sequence.drafts[depth - 1].token)?;
         model.draft(&step, &mut ())?;
     }
     Ok(())
+}
+
+/// All steps of chains whose drafts are largest logits, which the backend hands from step to step: nobody waits for a draft
+/// before the last one is made.
+fn propose_unseen<B: Backend>(
+    model: &mut Model<B>,
+    sequences: &mut [Sequence],
+    first: &MtpStep,
+    mut chains: Vec<Chain>,
+    drafting: Drafting,
+) -> Result<(), EngineError> {
+    // By step, the sequences whose drafts it gives.
+    let mut given: Vec<Vec<usize>> = vec![chains.iter().map(|chain| chain.index).collect()];
+    let mut links = Vec::new();
+    for depth in 1.. {
+        if depth > 1 {
+            for (chain, row) in chains.iter_mut().zip(0..) {
+                chain.row = row;
+            }
+        }
+        let going_on = (0..).zip(&chains).filter(|(_, chain)| sequences[chain.index].wanted > depth);
+        let taken = going_on.map(|(logits, _)| logits).collect();
+        chains.retain(|chain| sequences[chain.index].wanted > depth);
+        if chains.is_empty() {
+            break;
+        }
+        let step = chain_step(sequences, &chains, depth, drafting, |_, _| 0)?;
+        links.push(ChainStep { step, taken });
+        given.push(chains.iter().map(|chain| chain.index).collect());
+    }
+    let mut tokens = Vec::new();
+    model.draft_chain(first, &links, &mut tokens)?;
+    let mut tokens = tokens.into_iter();
+    for (depth, given) in given.into_iter().enumerate() {
+        for (index, token) in given.into_iter().zip(&mut tokens) {
+            let sequence = &mut sequences[index];
+            match token.filter(|_| sequence.wanted > depth) {
+                Some(token) => sequence.drafts.push(Draft { token, drawn_from: None }),
+                None => sequence.wanted = sequence.drafts.len(),
+            }
+        }
+    }
+    Ok(())
+}
+
+/// The chains' step that makes draft `depth`.
+fn chain_step(
+    sequences: &[Sequence],
+    chains: &[Chain],
+    depth: usize,
+    drafting: Drafting,
+    token: impl Fn(&Sequence, usize) -> u32,
+) -> Result<MtpStep, EngineError> {
+    let trails: Vec<Trail> = chains
+        .iter()
+        .map(|chain| Trail {
+            index: chain.index,
+            position: chain.position + depth - 1,
+            rows: 1,
+            source: chain.row,
+            from: HiddenSource::Draft,
+        })
+        .collect();
+    let mut step = mtp_step(sequences, &trails, token)?;
+    if drafting.share {
+        step.shared = Some(chains.iter().map(|chain| chain.selected).collect());
+    }
+    Ok(step)
 }
 
 /// A sequence that is being drafted for.

@@ -87,10 +87,9 @@ impl<B: Backend> Kda<B> {
         let x = Columns { buffer: &work.x, start: 0, width: hidden };
         let inputs = [&self.q, &self.k, &self.v, &self.b, &self.f_a, &self.g_a];
         backend.linear(rows, x, &inputs, &mut work.kda_proj, 0)?;
-        let f_a = Columns { buffer: &work.kda_proj, start: low_rank, width: dim };
-        backend.linear(rows, f_a, &[&self.f_b], &mut work.kda_gates, 0)?;
-        let g_a = Columns { buffer: &work.kda_proj, start: low_rank + dim, width: dim };
-        backend.linear(rows, g_a, &[&self.g_b], &mut work.kda_gates, width)?;
+        let low = |start| Columns { buffer: &work.kda_proj, start, width: dim };
+        let gates = [(low(low_rank), &self.f_b, 0), (low(low_rank + dim), &self.g_b, width)];
+        backend.linear_each(rows, &gates, &mut work.kda_gates)?;
         backend.kda(&self.core, form, &work.kda_proj, &work.kda_gates, cache, ordinal, &mut work.kda_core)?;
         pass.observer.kda(At { backend, layer, rows }, &work.kda_core);
         let core = Columns { buffer: &work.kda_core, start: 0, width };

@@ -45,6 +45,6 @@ pub use limits::{Limits, Options, cache_shape};
 pub use mhc::Site;
 pub use mla::Dsa;
 pub use moe::{Mlp, Moe, load_experts};
-pub use mtp::{HiddenSource, Mtp, MtpStep};
+pub use mtp::{ChainStep, HiddenSource, Mtp, MtpStep};
 pub use observer::{At, Observer, SiteKind};
 pub use trunk::Model;

@@ -51,6 +51,24 @@ pub struct MtpStep {
     pub shared: Option<Vec<u32>>,
 }
 
+/// A step of a chain that is run without anybody looking at the step before.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ChainStep {
+    /// The step; its tokens do not matter, as long as they exist.
+    pub step: MtpStep,
+    /// For each row, which of the rows with logits of the step before has its token as its largest logit.
+    pub taken: Vec<u32>,
+}
+
+/// Where a step's tokens come from and where those of its largest logits go.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Feed<'a> {
+    /// The place of the largest logits' tokens; those that are taken are at the place before.
+    pub(crate) place: usize,
+    /// Rows of the step before.
+    pub(crate) taken: Option<&'a [u32]>,
+}
+
 impl MtpStep {
     /// Checks what [`Step::validate`] does not know.
     pub(crate) fn validate(&self, trunk_rows: usize, draft_rows: usize, selected_rows: usize) -> Result<()> {

@@ -5,21 +5,26 @@
 
 use glimmer_tensor::{Backend, Program, Step};
 
-use crate::{HiddenSource, MtpStep, Result};
+use crate::{HiddenSource, MtpStep, Result, mtp::Feed};
 
 /// The trunk's number among [`Program::stages`]; those of draft steps follow it.
 pub(crate) const TRUNK: u32 = 0;
 
 impl MtpStep {
-    /// What runs depends on where hidden states and selections come from.
-    pub(crate) fn program(&self) -> Program<'_> {
+    /// What runs depends on where hidden states, selections and tokens come from, and on where tokens are kept.
+    pub(crate) fn program<'a>(&'a self, feed: Option<Feed<'a>>) -> Program<'a> {
         let stages = match (self.from, &self.shared) {
             (HiddenSource::Trunk, None) => TRUNK + 1,
             (HiddenSource::Trunk, Some(_)) => TRUNK + 2,
             (HiddenSource::Draft, None) => TRUNK + 3,
             (HiddenSource::Draft, Some(_)) => TRUNK + 4,
         };
-        Program { stages, source: &self.source, shared: self.shared.as_deref().unwrap_or(&[]) }
+        // Four kinds of steps, each without tokens that are kept or with those of a place, fed or not.
+        let (kind, taken) = feed.map_or((0, &[][..]), |feed| {
+            (1 + 2 * feed.place as u32 + u32::from(feed.taken.is_some()), feed.taken.unwrap_or(&[]))
+        });
+        let shared = self.shared.as_deref().unwrap_or(&[]);
+        Program { stages: stages + 4 * kind, source: &self.source, shared, taken }
     }
 }
 

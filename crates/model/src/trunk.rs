@@ -7,13 +7,13 @@
 //! [`Model::forward`] the results of its rows can be read until the next call. Nothing is allocated in a step.
 
 use glimmer_checkpoint::TextConfig;
-use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, PAGE_TOKENS, Program, Samples, Step};
+use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, PAGE_TOKENS, Program, Samples, Step, TOKEN_PLACES};
 
 use crate::{
-    Error, Limits, MtpStep, Options, Result,
+    ChainStep, Error, Limits, MtpStep, Options, Result,
     layer::{Layer, Pass},
     limits::cache_shape,
-    mtp::{HiddenSource, Mtp, MtpWork},
+    mtp::{Feed, HiddenSource, Mtp, MtpWork},
     observer::{At, Observer},
     program::{TRUNK, start},
     weights::{Loader, Source, text_prefix},
@@ -197,7 +197,7 @@ impl<B: Backend> Model<B> {
             return Ok(());
         }
         // The chunked form launches what positions ask for.
-        let program = Program { stages: TRUNK, source: &[], shared: &[] };
+        let program = Program { stages: TRUNK, source: &[], shared: &[], taken: &[] };
         let form = self.form(step);
         let whole = !observer.looks() && form == KdaForm::Recurrent;
         if start(&mut self.backend, step, whole.then_some(program))? {
@@ -234,7 +234,43 @@ impl<B: Backend> Model<B> {
     /// # Errors
     /// [`Error::NoDraftLayer`]; otherwise as [`Model::forward`].
     pub fn draft(&mut self, draft: &MtpStep, observer: &mut impl Observer<B>) -> Result<()> {
+        self.run_draft(draft, None, observer)
+    }
+
+    /// Whether [`Model::draft_chain`] is there.
+    pub fn chains(&self) -> bool {
+        self.backend.keeps_tokens()
+    }
+
+    /// Runs a step of the draft layer and a chain behind it, each step fed with the largest logits' tokens of the one before, which
+    /// nobody waits for. `tokens` are then those of all rows with logits, step by step: `None` where [`Model::sample_drafts`]
+    /// would give none; what such a row feeds is no use. Up to [`TOKEN_PLACES`] steps.
+    ///
+    /// # Errors
+    /// As [`Model::draft`]; [`Error::Limit`] for a longer chain.
+    pub fn draft_chain(&mut self, first: &MtpStep, chain: &[ChainStep], tokens: &mut Vec<Option<u32>>) -> Result<()> {
+        if chain.len() >= TOKEN_PLACES {
+            return Err(limit("steps of a chain", chain.len() + 1, TOKEN_PLACES, "TOKEN_PLACES"));
+        }
+        self.run_draft(first, Some(Feed { place: 0, taken: None }), &mut ())?;
+        let mut before = first.step.logits.len();
+        for (link, place) in chain.iter().zip(1..) {
+            if link.taken.len() != link.step.step.rows() || link.taken.iter().any(|&row| row as usize >= before) {
+                return Err(Error::DraftStep {
+                    rule: "tokens of a chain are those of rows with logits of the step before",
+                });
+            }
+            self.run_draft(&link.step, Some(Feed { place, taken: Some(&link.taken) }), &mut ())?;
+            before = link.step.step.logits.len();
+        }
+        let rows = std::iter::once(first).chain(chain.iter().map(|link| &link.step)).map(|s| s.step.logits.len());
+        let rows: Vec<usize> = rows.collect();
+        Ok(self.backend.kept_tokens(&rows, tokens)?)
+    }
+
+    fn run_draft(&mut self, draft: &MtpStep, feed: Option<Feed<'_>>, observer: &mut impl Observer<B>) -> Result<()> {
         self.check(&draft.step)?;
+        let vocabulary = self.vocabulary();
         let (trunk_rows, drafted) = (self.rows, self.drafted);
         let Some((mtp, mtp_work)) = &mut self.mtp else { return Err(Error::NoDraftLayer) };
         draft.validate(trunk_rows, drafted.0, drafted.2)?;
@@ -244,7 +280,7 @@ impl<B: Backend> Model<B> {
         if rows == 0 {
             return Ok(());
         }
-        let whole = (!observer.looks()).then(|| draft.program());
+        let whole = (!observer.looks()).then(|| draft.program(feed));
         if start(&mut self.backend, &draft.step, whole)? {
             self.drafted = (rows, draft.step.logits.len(), selected);
             return Ok(());
@@ -258,9 +294,15 @@ impl<B: Backend> Model<B> {
             rows,
             hidden: self.config.hidden_size,
         };
+        if let Some(Feed { place, taken: Some(rows) }) = feed {
+            pass.backend.take_tokens(place - 1, rows)?;
+        }
         mtp.forward(&mut pass, mtp_work, draft, &self.embed, &self.hidden, self.shape.dsa_layers - 1)?;
         if !draft.step.logits.is_empty() {
             self.backend.head(&self.head, &draft.step.logits, &mtp_work.hidden, &mut mtp_work.logits)?;
+        }
+        if let Some(feed) = feed {
+            self.backend.keep_largest(&mtp_work.logits, draft.step.logits.len(), vocabulary, feed.place)?;
         }
         self.backend.finish()?;
         self.drafted = (rows, draft.step.logits.len(), selected);

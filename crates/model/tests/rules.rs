@@ -8,11 +8,11 @@ use std::collections::BTreeSet;
 
 use glimmer_checkpoint::{Bytes, Checkpoint, Config, TensorData, config::MlpKind};
 use glimmer_model::{
-    At, HiddenSource, Limits, Model, Observer, Options, SiteKind,
+    At, ChainStep, HiddenSource, Limits, Model, Observer, Options, SiteKind,
     weights::{Source, layer_prefix},
 };
 use glimmer_tensor::{Backend, FeatureRow, Streams, cpu::Cpu};
-use harness::{Recorder, Sequence, close, draft_hidden, load, logits, micro, tiny};
+use harness::{Recorder, Sequence, argmax, close, draft_hidden, draft_logits, load, logits, micro, tiny};
 
 const TOKENS: [u32; 24] =
     [11, 7, 250, 33, 90, 91, 12, 400, 13, 14, 2, 5, 77, 78, 300, 301, 302, 8, 9, 10, 100, 101, 44, 45];
@@ -357,6 +357,38 @@ fn a_sharing_chain_keeps_the_first_selection_and_a_selecting_one_chooses_anew() 
     let selected = model.draft_selection(0);
     assert_ne!(selected, first);
     assert!(selected.iter().all(|&s| s as usize <= rows));
+}
+
+#[test]
+fn a_chain_that_nobody_looks_at_makes_the_drafts_of_one_that_is_read() {
+    let checkpoint = tiny();
+    let rows = TOKENS.len() - 1;
+    for sharing in [false, true] {
+        let (mut model, sequence, _) = after(&checkpoint);
+        assert!(model.chains());
+        let first = sequence.draft(0, &TOKENS[1..], HiddenSource::Trunk, 0, 2);
+        let link = |depth: usize, token: u32| {
+            let source = if depth == 0 { rows - 1 } else { 0 };
+            let mut step = sequence.draft(rows + depth, &[token], HiddenSource::Draft, source, 1);
+            step.shared = sharing.then(|| vec![rows as u32 - 1]);
+            step
+        };
+        model.draft(&first, &mut ()).unwrap();
+        let mut read = vec![argmax(&draft_logits(&model, 0)), argmax(&draft_logits(&model, 1))];
+        for depth in 0..3 {
+            model.draft(&link(depth, *read.last().unwrap()), &mut ()).unwrap();
+            read.push(argmax(&draft_logits(&model, 0)));
+        }
+        // Of the first step's two rows with logits the second goes on.
+        let chain: Vec<ChainStep> =
+            (0..3).map(|depth| ChainStep { step: link(depth, 0), taken: vec![u32::from(depth == 0)] }).collect();
+        let mut tokens = vec![Some(7)];
+        model.draft_chain(&first, &chain, &mut tokens).unwrap();
+        assert_eq!(tokens, read.into_iter().map(Some).collect::<Vec<_>>());
+        assert!(model.draft_chain(&first, &vec![chain[0].clone(); 16], &mut tokens).is_err());
+        let astray = ChainStep { taken: vec![2], ..chain[0].clone() };
+        assert!(model.draft_chain(&first, &[astray], &mut tokens).is_err());
+    }
 }
 
 #[test]

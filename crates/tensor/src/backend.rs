@@ -237,7 +237,12 @@ pub struct Program<'a> {
     pub source: &'a [u32],
     /// Rows that the step gives to [`Backend::copy_selection`].
     pub shared: &'a [u32],
+    /// Rows that the step gives to [`Backend::take_tokens`].
+    pub taken: &'a [u32],
 }
+
+/// Places of [`Backend::keep_largest`].
+pub const TOKEN_PLACES: usize = 16;
 
 /// A device.
 pub trait Backend: Send + Sized + std::fmt::Debug {
@@ -395,6 +400,19 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         start: usize,
     ) -> Result<()>;
 
+    /// Matrices with an input each: `out[row, start ..] = W x` for each `(x, W, start)`, biases added.
+    ///
+    /// # Errors
+    /// As [`Backend::linear`].
+    fn linear_each(
+        &mut self,
+        rows: usize,
+        parts: &[(Columns<'_, Self>, &Linear<Self>, usize)],
+        out: &mut Self::Buffer,
+    ) -> Result<()> {
+        parts.iter().try_for_each(|&(x, linear, start)| self.linear(rows, x, &[linear], out, start))
+    }
+
     /// *plan* Convolution, gates, l2norm, delta rule and gated norm. `proj` is
     /// `[q | k | v | beta logits | ...]`, `gates` is `[f | z]` (`heads * dim` each). Reads and writes the slots of KDA layer
     /// `layer`. `out` is `[rows, heads * dim]`, ready for `o_proj`.
@@ -542,6 +560,38 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     ) -> Result<()> {
         tokens.clear();
         tokens.resize(asked.rows.len(), None);
+        Ok(())
+    }
+
+    /// Whether the backend keeps tokens between steps, by the three methods that follow.
+    fn keeps_tokens(&self) -> bool {
+        false
+    }
+
+    /// Keeps the token of the largest of the first `vocabulary` logits of each of the first `rows` rows, as [`Backend::sample`]
+    /// finds it, under `place`, a number below [`TOKEN_PLACES`].
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for rows, columns or places that do not exist.
+    fn keep_largest(&mut self, _logits: &Self::Buffer, _rows: usize, _vocabulary: usize, _place: usize) -> Result<()> {
+        Ok(())
+    }
+
+    /// *plan* Makes the tokens of the step's rows those that are kept under `place` for `rows`, one for each; token 0 where there
+    /// is none.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for rows or places that do not exist.
+    fn take_tokens(&mut self, _place: usize, _rows: &[u32]) -> Result<()> {
+        Ok(())
+    }
+
+    /// What is kept under the first places, of the first `rows[place]` rows each, one place behind the other.
+    ///
+    /// # Errors
+    /// [`Error::Capacity`] for rows or places that do not exist.
+    fn kept_tokens(&mut self, _rows: &[usize], tokens: &mut Vec<Option<u32>>) -> Result<()> {
+        tokens.clear();
         Ok(())
     }
 

@@ -9,7 +9,7 @@ pub mod step;
 
 pub use backend::{
     Backend, Columns, DsaColumns, DsaWeights, Experts, IndexerWeights, KdaForm, KdaWeights, Linear, MatrixSource,
-    MhcWeights, Norm, PatchGrid, Program, Result, RouterRule, Streams, Swiglu,
+    MhcWeights, Norm, PatchGrid, Program, Result, RouterRule, Streams, Swiglu, TOKEN_PLACES,
 };
 pub use cpu::Cpu;
 pub use error::Error;

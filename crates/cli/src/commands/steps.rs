@@ -42,6 +42,7 @@ impl Measured for glimmer_cuda::Cuda {
         Insight {
             launches: |cuda| cuda.kernels().launches() as u64,
             set_eager: Self::set_eager,
+            set_noting: Self::set_noting,
             parts: |cuda| {
                 let parts = glimmer_cuda::bench::step_parts(cuda)?;
                 Ok(parts.map(|p| Parts { whole: p.whole, apart: p.apart, nothing: p.nothing, kernels: p.kernels }))
@@ -105,7 +106,10 @@ fn measure<B: Measured>(
     if let Some((read, compute)) = ceilings {
         writeln!(out, "ceilings: read {:.0} GB/s, products {:.0} TFLOP/s", read / 1e9, compute / 1e12)?;
     }
-    writeln!(out, "sequences   rows  launches  us a step (10th .. 90th)       chained us   eager us  of the limit")?;
+    writeln!(
+        out,
+        "sequences   rows  launches  us a step (10th .. 90th)       chained us   eager us  experts  of the limit"
+    )?;
     let rows = bench.run(B::insight(), args.parts, &mut |row| {
         let share = ceilings.map_or_else(
             || "-".to_owned(),
@@ -115,8 +119,16 @@ fn measure<B: Measured>(
             },
         );
         let line = format!(
-            "{:>9} {:>6} {:>9}  {:>9.0} ({:.0} .. {:.0}) {:>16.0} {:>10.0}  {share:>8}",
-            row.sequences, row.rows, row.launches, row.alone[0], row.alone[1], row.alone[2], row.chained, row.eager
+            "{:>9} {:>6} {:>9}  {:>9.0} ({:.0} .. {:.0}) {:>16.0} {:>10.0} {:>8.1}  {share:>8}",
+            row.sequences,
+            row.rows,
+            row.launches,
+            row.alone[0],
+            row.alone[1],
+            row.alone[2],
+            row.chained,
+            row.eager,
+            row.experts
         );
         // A line that cannot be written is reported by the next one.
         let mut printed = writeln!(out, "{line}");

@@ -1,7 +1,7 @@
 //! Runs the CUDA backend beside the CPU backend on this machine: every stage over odd shapes, the micro model end to end,
 //! and kernels against the limits of the device. Prints tables; the exit code is not zero when something differs.
 //!
-//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [halves] [dense] [experts] [kda] [sampler] [micro] [graphs] [bench [tune] [ROWS]]
+//! `parity [--compiler LIBNVRTC] [--cache FOLDER] [stages] [halves] [dense] [router] [experts] [kda] [sampler] [micro] [graphs] [bench [tune] [ROWS]]
 //! [--kernels FAMILY[,FAMILY]]`, or `... compile`, which needs no device and fills the folder with the released model's kernels.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "a program for the terminal")]
 #![allow(clippy::unwrap_used, clippy::panic, reason = "a failure ends the program")]
@@ -13,6 +13,7 @@ mod halves;
 mod harness;
 mod material;
 mod micro;
+mod router;
 mod sampler;
 mod stages;
 
@@ -66,9 +67,13 @@ fn main() -> ExitCode {
     };
     println!("{:?}", cuda.device().properties());
     let mut failures = 0;
-    for (part, which) in
-        [("stages", Which::All), ("dense", Which::Dense), ("experts", Which::Experts), ("kda", Which::Kda)]
-    {
+    for (part, which) in [
+        ("stages", Which::All),
+        ("dense", Which::Dense),
+        ("router", Which::Router),
+        ("experts", Which::Experts),
+        ("kda", Which::Kda),
+    ] {
         if part == "stages" && wanted(part) || parts.iter().any(|p| p == part) {
             failures += stages::run(open(), which);
         }

@@ -6,8 +6,9 @@ use glimmer_tensor::{
     KdaWeights, MhcWeights, PAGE_TOKENS, PatchGrid, RouterRule, Streams,
 };
 
-use crate::material::{
-    Kind, Part, Random, buffer, linear, matrix, norm, poison, random_buffer, read, step, swiglu, vector,
+use crate::{
+    material::{Kind, Part, Random, buffer, linear, matrix, norm, poison, random_buffer, read, step, swiglu, vector},
+    router,
 };
 
 /// A named result, with the largest relative error that it may have.
@@ -107,6 +108,18 @@ fn many_rows<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
             out.push((format!("many rows [{outs}, {columns}] M {many}"), all, bound));
             out.push((format!("many rows [{outs}, {columns}]: {few} among {many}"), vec![1.0, same], 0.0));
         }
+    }
+    // Several matrices of one input, small ones behind each other.
+    for rows in [25, 300, 600] {
+        let random = &mut Random(4800 + rows as u64);
+        let weights = [520, 64, 128, 36, 600, 8].map(|outs| linear(b, random, Kind::Bf16, outs, 512, false));
+        let all: Vec<_> = weights.iter().collect();
+        let (x, width) = (random_buffer(b, random, rows, 512), 520 + 64 + 128 + 36 + 600 + 8);
+        let mut y = poison(b, rows, width + 4);
+        b.linear(rows, Columns { buffer: &x, start: 0, width: 512 }, &all, &mut y, 4).unwrap();
+        let found = read(b, &y, rows, width + 4).chunks_exact(width + 4).flat_map(|r| r[4..].to_vec()).collect();
+        let bound = if rows < 512 { PRODUCT } else { HALVES };
+        out.push((format!("many rows, several matrices M {rows}"), found, bound));
     }
     for rows in [100, 600] {
         let random = &mut Random(4900 + rows as u64);
@@ -629,6 +642,8 @@ pub(crate) enum Which {
     Dense,
     /// The experts.
     Experts,
+    /// The router, and products of narrow matrices and of many rows.
+    Router,
     /// Delta attention and hyper-connections.
     Kda,
 }
@@ -642,7 +657,14 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
         rows_and_norms(b, &mut out);
         return out;
     }
+    if which == Which::Router {
+        router::router(b, &mut out);
+        router::narrow(b, &mut out);
+        many_rows(b, &mut out);
+        return out;
+    }
     if which == Which::Experts {
+        router::router(b, &mut out);
         moe(b, &mut out);
         wide_experts(b, &mut out);
         return out;
@@ -652,8 +674,11 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
         kda(b, &mut out);
         kda_exactness(b, &mut out);
         kda_chunks(b, &mut out);
+        router::narrow(b, &mut out);
         return out;
     }
+    router::router(b, &mut out);
+    router::narrow(b, &mut out);
     products(b, &mut out);
     rows_and_norms(b, &mut out);
     sites(b, &mut out);

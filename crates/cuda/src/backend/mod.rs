@@ -25,6 +25,7 @@ use crate::{
     library::Library,
     memory::{Allocator, Memory},
     plan::{Plan, Role},
+    types::CudaMatrix,
     units::{needs_warpgroups, units},
 };
 
@@ -68,6 +69,8 @@ pub struct Cuda {
     pub(crate) sampling: Sampling,
     /// Addresses of the experts' matrices, by the digest of their ids.
     pub(crate) tables: HashMap<u64, Memory>,
+    /// Small matrices one below the other, by the digest of their ids.
+    pub(crate) stacks: HashMap<u64, CudaMatrix>,
     /// Routing, rows and tiles of the work list in scratch.
     pub(crate) planned: Option<(u64, usize, usize)>,
     /// Planes of activations that products take.
@@ -105,6 +108,7 @@ impl Cuda {
             fetched: Mutex::new(Fetched::default()),
             sampling: Sampling::default(),
             tables: HashMap::new(),
+            stacks: HashMap::new(),
             planned: None,
             planes: if options.single_plane { 1 } else { 2 },
             half_cache: options.half_cache,

@@ -9,7 +9,7 @@ use glimmer_tensor::{
 use super::{Cuda, transfer::Rows};
 use crate::{
     cache::CudaCache,
-    kernels::{dense, dsa, kda, mhc, mla, moe, sampler, vision},
+    kernels::{dense, dsa, kda, mhc, mla, moe, router, sampler, vision},
     types::{CudaBuffer, CudaMatrix, CudaRouting, CudaSelection, CudaVector, Format, unique},
 };
 
@@ -94,7 +94,7 @@ impl Backend for Cuda {
     }
 
     fn begin(&mut self, step: &Step) -> Result<()> {
-        self.begin_step(step, [&[], &[]])
+        self.begin_step(step, [&[], &[], &[]])
     }
 
     fn replay(&mut self, step: &Step, program: Program<'_>) -> Result<bool> {
@@ -151,6 +151,15 @@ impl Backend for Cuda {
         start: usize,
     ) -> Result<()> {
         dense::linear(self, rows, x, weights, out, start)
+    }
+
+    fn linear_each(
+        &mut self,
+        rows: usize,
+        parts: &[(Columns<'_, Self>, &Linear<Self>, usize)],
+        out: &mut CudaBuffer,
+    ) -> Result<()> {
+        dense::linear_each(self, rows, parts, out)
     }
 
     fn kda(
@@ -225,7 +234,7 @@ impl Backend for Cuda {
         x: &CudaBuffer,
         routing: &mut CudaRouting,
     ) -> Result<()> {
-        moe::route(self, rows, gate, bias, rule, x, routing)
+        router::route(self, rows, gate, bias, rule, x, routing)
     }
 
     fn moe_up(
@@ -292,6 +301,22 @@ impl Backend for Cuda {
         let found = |(row, token): (&SampleRow, &Option<u32>)| token.map(|_| row.row as usize);
         self.found(logits, asked.rows.iter().zip(&*tokens).filter_map(found));
         Ok(())
+    }
+
+    fn keeps_tokens(&self) -> bool {
+        true
+    }
+
+    fn keep_largest(&mut self, logits: &CudaBuffer, rows: usize, vocabulary: usize, place: usize) -> Result<()> {
+        sampler::keep_largest(self, logits, rows, vocabulary, place)
+    }
+
+    fn take_tokens(&mut self, place: usize, rows: &[u32]) -> Result<()> {
+        sampler::take_tokens(self, place, rows)
+    }
+
+    fn kept_tokens(&mut self, rows: &[usize], tokens: &mut Vec<Option<u32>>) -> Result<()> {
+        sampler::kept_tokens(self, rows, tokens)
     }
 
     fn vision_attention(

@@ -10,6 +10,7 @@ mod experts;
 mod kda;
 mod latent;
 mod mhc;
+mod router;
 mod sampler;
 mod slice;
 mod small;
@@ -268,13 +269,14 @@ pub fn tensor_rate(cuda: &mut Cuda) -> Result<Row> {
 pub type Family = fn(&mut Cuda, &mut dyn FnMut(Row)) -> Result<()>;
 
 /// The families by name.
-pub const FAMILIES: [(&str, Family); 8] = [
+pub const FAMILIES: [(&str, Family); 9] = [
     ("experts", experts::rows),
     ("kda", kda::rows),
     ("mhc", mhc::rows),
     ("attention", attention::rows),
     ("latent", latent::rows),
     ("dense", dense::rows),
+    ("router", router::rows),
     ("sampler", sampler::rows),
     ("small", small::rows),
 ];

@@ -75,7 +75,7 @@ pub(super) fn rows(cuda: &mut Cuda, each: &mut dyn FnMut(Row)) -> Result<()> {
     };
     for rows in ROWS {
         let source: Vec<u32> = (0..rows as u32).collect();
-        cuda.begin_step(&step(rows), [&source, &[]])?;
+        cuda.begin_step(&step(rows), [&source, &[], &[]])?;
         embed(cuda, rows, [hidden, n], &table, each)?;
         let count = turns(rows, 8 * rows * hidden);
         let mut sets = Vec::new();

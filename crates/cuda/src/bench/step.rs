@@ -12,7 +12,7 @@ use super::FILE;
 use crate::{
     backend::Cuda,
     graph::Graph,
-    launch::{Arguments, Grid, Launch},
+    launch::{Arguments, Grid, Launch, Work},
     memory::Event,
 };
 
@@ -38,42 +38,46 @@ pub struct StepParts {
 /// # Errors
 /// Errors of the device.
 pub fn step_parts(cuda: &mut Cuda) -> Result<Option<StepParts>> {
-    let launches = cuda.last_kept().to_vec();
-    if launches.is_empty() {
+    let work = cuda.last_kept().to_vec();
+    if work.is_empty() {
         return Ok(None);
     }
-    let name = |launch: &Launch| (launch.kernel.file, launch.kernel.entry);
+    let name = |work: &Work| match work {
+        Work::Launch(launch) => (launch.kernel.file, launch.kernel.entry),
+        Work::Product(_) => ("library", "product"),
+    };
     let mut counts: BTreeMap<(&'static str, &'static str), usize> = BTreeMap::new();
-    for launch in &launches {
-        *counts.entry(name(launch)).or_default() += 1;
+    for work in &work {
+        *counts.entry(name(work)).or_default() += 1;
     }
-    let whole = timed(cuda, &launches)?;
+    let whole = timed(cuda, &work)?;
     let mut kernels = Vec::with_capacity(counts.len());
     for (kernel, count) in counts {
-        let others: Vec<Launch> = launches.iter().filter(|l| name(l) != kernel).cloned().collect();
+        let others: Vec<Work> = work.iter().filter(|w| name(w) != kernel).cloned().collect();
         kernels.push((format!("{} {}", kernel.0, kernel.1), count, whole - timed(cuda, &others)?));
     }
     kernels.sort_by(|a, b| b.2.total_cmp(&a.2));
     let kernel = cuda.kernels.get(&FILE, &[], "nothing")?;
-    let nothing = |l: &Launch| Launch {
-        kernel,
-        grid: Grid::new([1, 1, 1], 32),
-        cluster: 1,
-        early: l.early,
-        arguments: Arguments::new(),
+    let nothing = |work: &Work| {
+        let early = matches!(work, Work::Launch(launch) if launch.early);
+        let grid = Grid::new([1, 1, 1], 32);
+        Work::Launch(Launch { kernel, grid, cluster: 1, early, arguments: Arguments::new() })
     };
-    let apart: Vec<Launch> = launches.iter().cloned().map(|l| Launch { early: false, ..l }).collect();
-    let idle: Vec<Launch> = launches.iter().map(nothing).collect();
+    let apart = |work: &Work| match work {
+        Work::Launch(launch) => Work::Launch(Launch { early: false, ..launch.clone() }),
+        Work::Product(call) => Work::Product(*call),
+    };
+    let (apart, idle): (Vec<Work>, Vec<Work>) = work.iter().map(|w| (apart(w), nothing(w))).unzip();
     Ok(Some(StepParts { whole, apart: timed(cuda, &apart)?, nothing: timed(cuda, &idle)?, kernels }))
 }
 
-/// Microseconds of launches as a graph, the median.
-fn timed(cuda: &Cuda, launches: &[Launch]) -> Result<f64> {
-    if launches.is_empty() {
+/// Microseconds of work as a graph, the median.
+fn timed(cuda: &mut Cuda, work: &[Work]) -> Result<f64> {
+    if work.is_empty() {
         return Ok(0.0);
     }
-    let device = cuda.device();
-    let mut graph = Graph::capture(device, || cuda.kernels.repeat(launches))?;
+    let device = &cuda.device;
+    let mut graph = Graph::capture(device, || cuda.kernels.repeat(work, &mut cuda.library))?;
     let (start, end) = (Event::new(device)?, Event::new(device)?);
     let mut times = Vec::with_capacity(REPEATS);
     while times.len() <= REPEATS && times.last().is_none_or(|&last| last < LONG) {

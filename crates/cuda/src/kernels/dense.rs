@@ -5,7 +5,7 @@ use glimmer_tensor::{Columns, Linear, Norm, Result, Streams, Swiglu};
 use super::{
     few,
     gemm::{self, Input},
-    wide,
+    narrow, wide,
 };
 use crate::{
     backend::Cuda,
@@ -120,6 +120,19 @@ pub(crate) fn linear(
     start: usize,
 ) -> Result<()> {
     joint(cuda, rows, Input { buffer: x.buffer, start: x.start, width: x.width, list: 0 }, weights, out, start)
+}
+
+/// [`glimmer_tensor::Backend::linear_each`].
+pub(crate) fn linear_each(
+    cuda: &mut Cuda,
+    rows: usize,
+    parts: &[(Columns<'_, Cuda>, &Linear<Cuda>, usize)],
+    out: &mut CudaBuffer,
+) -> Result<()> {
+    if narrow::takes(rows, parts) {
+        return narrow::products(cuda, rows, parts, out);
+    }
+    parts.iter().try_for_each(|&(x, weights, start)| linear(cuda, rows, x, &[weights], out, start))
 }
 
 /// Checks the parts of a SwiGLU against each other.

@@ -11,6 +11,8 @@ pub(crate) mod kda_chunk;
 pub(crate) mod mhc;
 pub(crate) mod mla;
 pub(crate) mod moe;
+pub(crate) mod narrow;
+pub(crate) mod router;
 pub(crate) mod sampler;
 pub(crate) mod slots;
 pub(crate) mod sparse;

@@ -1,4 +1,5 @@
-//! Router and the stages of the experts; see [`super::slots`] for their work list, [`super::experts`] and [`gemm`] for the products.
+//! The stages of the experts; see [`super::router`] for who goes where, [`super::slots`] for the work list, [`super::experts`] and
+//! [`gemm`] for the products.
 //!
 //! The experts' matrices lie wherever they were loaded; a table of their addresses is made when a set of experts is first
 //! used. Work items are in the order of experts, so that consecutive blocks read consecutive weights.
@@ -6,7 +7,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 
 use bytemuck::Zeroable;
-use glimmer_tensor::{Error, Experts, Result, RouterRule};
+use glimmer_tensor::{Error, Experts, Result};
 
 use super::{
     dense, experts,
@@ -16,15 +17,10 @@ use super::{
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
-    library::{self, Operand, Product},
-    types::{CudaBuffer, CudaMatrix, CudaRouting, CudaVector, Format, GROUP, Kind, require, require_equal},
+    types::{CudaBuffer, CudaRouting, Format, GROUP, Kind, require, require_equal},
 };
 
-pub(crate) static FILE: File =
-    File { name: "moe.cu", text: include_str!("moe.cu"), constants: &["TOP", "EXPERTS", "GROUPS", "KEPT"] };
-
-/// Fewest rows whose router products are the library's.
-const LIBRARY_ROWS: usize = 512;
+pub(crate) static FILE: File = File { name: "moe.cu", text: include_str!("moe.cu"), constants: &["TOP"] };
 
 /// What both products of a list have in common.
 fn slot_args(table: u64, list: List) -> experts::Args {
@@ -51,78 +47,6 @@ impl Shape {
     fn kind(self) -> Kind {
         if self.int4 { Kind::Int4 } else { Kind::Bf16 }
     }
-}
-
-/// [`glimmer_tensor::Backend::route`].
-pub(crate) fn route(
-    cuda: &mut Cuda,
-    rows: usize,
-    gate: &CudaMatrix,
-    bias: &CudaVector,
-    rule: RouterRule,
-    x: &CudaBuffer,
-    routing: &mut CudaRouting,
-) -> Result<()> {
-    let experts = gate.out;
-    require_equal("route: values of the bias", experts, bias.len)?;
-    require_equal("route: experts of the routing", experts, routing.num_experts)?;
-    require_equal("route: choices a row", rule.top, routing.top)?;
-    require("route: rows of the routing", rows, routing.rows)?;
-    x.require("route: the input", rows, gate.columns)?;
-    check_rule(rule, experts)?;
-    let logits = cuda.scratch("router logits", 4 * rows * experts)?;
-    let input = Input { buffer: x, start: 0, width: gate.columns, list: 0 };
-    if !logits_by_library(cuda, rows, gate, x, logits)? {
-        dense::dot(cuda, rows, input, gate, 0, (logits, experts))?;
-    }
-    let constants = [rule.top, experts, rule.groups, rule.top_groups].map(|c| c as i64);
-    let arguments = Arguments::new()
-        .with(logits)
-        .with(bias.address())
-        .int(rows)
-        .int(usize::from(rule.normalize))
-        .with(rule.scale)
-        .with(routing.experts.address())
-        .with(routing.weights.address());
-    cuda.planned = None;
-    let kernel = cuda.kernels.get(&FILE, &constants, "choose")?;
-    Ok(cuda.kernels.launch_early(kernel, Grid::new([rows.div_ceil(4), 1, 1], 128), arguments)?)
-}
-
-/// The router's products of many rows in f32 by the library: whether they were.
-fn logits_by_library(cuda: &mut Cuda, rows: usize, gate: &CudaMatrix, x: &CudaBuffer, logits: u64) -> Result<bool> {
-    if gate.kind == Kind::Int4 || rows < LIBRARY_ROWS || !cuda.has_library() {
-        return Ok(false);
-    }
-    let mut weights = gate.address();
-    if gate.kind == Kind::Bf16 {
-        let count = gate.out * gate.pitch;
-        weights = cuda.scratch("router in f32", 4 * count)?;
-        let arguments = Arguments::new().with(gate.address()).with(count as u64).with(weights);
-        let kernel = cuda.kernels.get(&dense::FILE, &[], "turn_to_floats")?;
-        cuda.kernels.launch(kernel, Grid::new([count.div_ceil(2 * 256), 1, 1], 256), arguments)?;
-    }
-    let product = Product {
-        operand: Operand::Float,
-        outputs: gate.out,
-        columns: gate.columns,
-        across: false,
-        pitches: [gate.pitch, x.width, gate.out],
-        batch: 1,
-        strides: [0; 3],
-    };
-    library::product(cuda, rows, product, [weights, x.at(0), logits], [1.0, 0.0])
-}
-
-fn check_rule(rule: RouterRule, experts: usize) -> Result<()> {
-    let fail = |what, needed, available| Err(Error::Capacity { what, needed, available });
-    if rule.top == 0 || rule.groups == 0 || rule.top_groups == 0 || rule.top_groups > rule.groups {
-        return fail("route: the rule has at least one choice and one group", 1, 0);
-    }
-    if !experts.is_multiple_of(rule.groups) {
-        return fail("route: experts fall into equal groups", rule.groups, experts);
-    }
-    require("route: experts in the kept groups", rule.top, experts / rule.groups * rule.top_groups)
 }
 
 /// Checks the experts once for each set and gives the address of their table.
@@ -324,7 +248,6 @@ pub(crate) fn moe_down(
     if in_slots {
         return slots::combine(cuda, rows, shape.hidden, routing, list, (down, shared_out), out);
     }
-    let constants = [routing.top, routing.num_experts, 1, 1].map(|c| c as i64);
     let arguments = Arguments::new()
         .with(down)
         .int(shape.hidden)
@@ -334,6 +257,6 @@ pub(crate) fn moe_down(
         .int(shape.hidden)
         .with(out.at(0))
         .int(out.width);
-    let kernel = cuda.kernels.get(&FILE, &constants, "combine")?;
+    let kernel = cuda.kernels.get(&FILE, &[routing.top as i64], "combine")?;
     Ok(cuda.kernels.launch_early(kernel, Grid::new([shape.hidden.div_ceil(4 * 128), rows, 1], 128), arguments)?)
 }

@@ -170,3 +170,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) largest(const float *logit
     const u32 infinite = 0xff800000u, nothing = 0x007fffffu;
     if (thread == 0) tokens[item] = key < infinite && key > nothing ? ~(u32)best : NONE;
 }
+
+// Tokens of a step's rows: those kept for other rows, token 0 where there is none.
+KERNEL take_tokens(const u32 *kept, const u32 *rows, int count, u32 *tokens) {
+    const int i = blockIdx.x * blockDim.x + threadIdx.x;
+    after_previous();
+    let_next_begin();
+    if (i >= count) return;
+    const u32 token = kept[rows[i]];
+    tokens[i] = token == FULL ? 0 : token;
+}

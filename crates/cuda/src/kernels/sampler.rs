@@ -6,13 +6,14 @@
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
-use glimmer_tensor::{Result, SampleRow, Samples};
+use glimmer_tensor::{Result, SampleRow, Samples, TOKEN_PLACES};
 
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
     memory::{Memory, Pinned},
-    types::{CudaBuffer, require},
+    plan::Role,
+    types::{CudaBuffer, require, require_equal},
 };
 
 pub(crate) static FILE: File = File { name: "sampler.cu", text: include_str!("sampler.cu"), constants: &[] };
@@ -56,6 +57,8 @@ pub(crate) struct Sampling {
     words: Vec<u32>,
     rules: Option<(Pinned, Memory)>,
     tokens: Option<Memory>,
+    /// Tokens that stay between steps, `[places, rows]`, and the rows of a place.
+    kept: Option<(Memory, usize)>,
 }
 
 /// How a row is drawn, as `draw.cu` reads it.
@@ -136,6 +139,56 @@ fn ruled(
         .with(ended)
         .with(tokens);
     Ok(cuda.kernels.launch_early(kernel, Grid::new([blocks, rows, 1], THREADS), arguments)?)
+}
+
+/// [`glimmer_tensor::Backend::keep_largest`].
+pub(crate) fn keep_largest(
+    cuda: &mut Cuda,
+    logits: &CudaBuffer,
+    rows: usize,
+    vocabulary: usize,
+    place: usize,
+) -> Result<()> {
+    require("keep_largest: places", place + 1, TOKEN_PLACES)?;
+    let held = cuda.sampling.kept.take().filter(|(_, held)| logits.rows <= *held);
+    let (memory, held) = match held {
+        Some(held) => held,
+        None => {
+            // Graphs know the address of what was there before.
+            cuda.forget_steps();
+            (cuda.memory.zeroed("tokens that are kept", 4 * TOKEN_PLACES * logits.rows)?, logits.rows)
+        }
+    };
+    let address = memory.address() + (4 * place * held) as u64;
+    cuda.sampling.kept = Some((memory, held));
+    largest(cuda, rows, logits, vocabulary, address)
+}
+
+/// [`glimmer_tensor::Backend::take_tokens`].
+pub(crate) fn take_tokens(cuda: &mut Cuda, place: usize, rows: &[u32]) -> Result<()> {
+    let (address, held) = cuda.sampling.kept.as_ref().map_or((0, 0), |(memory, rows)| (memory.address(), *rows));
+    require("take_tokens: places", place + 1, if held > 0 { TOKEN_PLACES } else { 0 })?;
+    require("take_tokens: kept rows", rows.iter().max().map_or(0, |&row| row as usize + 1), held)?;
+    require_equal("take_tokens: rows of the step", cuda.plan.rows(), rows.len())?;
+    let list = cuda.list(Role::Taken, rows)?;
+    let kernel = cuda.kernels.get(&FILE, &[], "take_tokens")?;
+    let arguments =
+        Arguments::new().with(address + (4 * place * held) as u64).with(list).int(rows.len()).with(cuda.plan.tokens());
+    Ok(cuda.kernels.launch_early(kernel, Grid::new([rows.len().div_ceil(THREADS), 1, 1], THREADS), arguments)?)
+}
+
+/// [`glimmer_tensor::Backend::kept_tokens`].
+pub(crate) fn kept_tokens(cuda: &mut Cuda, rows: &[usize], tokens: &mut Vec<Option<u32>>) -> Result<()> {
+    require("kept_tokens: places", rows.len(), TOKEN_PLACES)?;
+    tokens.clear();
+    let Some((memory, held)) = &cuda.sampling.kept else { return require("kept_tokens: kept rows", rows.len(), 0) };
+    require("kept_tokens: kept rows", rows.iter().copied().max().unwrap_or(0), *held)?;
+    let mut found = vec![NONE; rows.len() * held];
+    memory.read(0, &mut found)?;
+    for (&rows, found) in rows.iter().zip(found.chunks_exact((*held).max(1))) {
+        tokens.extend(found[..rows].iter().map(|&found| Some(found).filter(|&found| found != NONE)));
+    }
+    Ok(())
 }
 
 /// [`glimmer_tensor::Backend::sample`].

@@ -15,6 +15,8 @@
 //! The library sums the columns of an output in one order whatever its plan, so the bits of a row depend on which line of
 //! the table its step is in, not on the other rows.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
+
 use glimmer_tensor::{Linear, Result};
 
 use super::{
@@ -25,7 +27,7 @@ use crate::{
     backend::Cuda,
     launch::{Arguments, Grid},
     library::{self, OWN_ROWS, Operand, Product},
-    types::{BLOCK, CudaBuffer, CudaMatrix, Format, Kind},
+    types::{BLOCK, CudaBuffer, CudaMatrix, Format, Kind, unique},
 };
 
 /// Fewest rows whose products take halves.
@@ -39,6 +41,9 @@ const SUMS: usize = 256 << 20;
 
 /// Bytes of a matrix that is turned to halves.
 const HALVES: usize = 256 << 20;
+
+/// Rows of a matrix that is too small for a product of its own where others stand beside it.
+const SMALL: usize = 512;
 
 /// Rows of gate and up that are held at a time.
 const TURN: usize = 2048;
@@ -54,6 +59,11 @@ impl Rows {
     /// Elements a row.
     pub(crate) fn pitch(self) -> usize {
         self.planes.pitch
+    }
+
+    /// Whether the low plane of so many rows lies right behind the high one.
+    fn is_pair(self, rows: usize) -> bool {
+        !self.half && self.planes.plane == rows * self.planes.pitch
     }
 
     /// From a row on.
@@ -117,14 +127,20 @@ pub(crate) fn linear(
     if weights.iter().any(|linear| linear.weight.kind == Kind::Bf16) {
         let half = weights.iter().all(|linear| halved(rows, &linear.weight));
         let x = rows_of(cuda, rows, input, half)?;
-        let mut column = start;
-        for linear in weights {
-            let bias = linear.bias.as_ref().map_or(0, |b| b.address());
-            let y = (out.at(column), out.width);
-            if linear.weight.kind == Kind::Bf16 && !plain(cuda, rows, x, &linear.weight, bias, y)? {
+        let groups = groups(cuda, weights)?;
+        let width = groups.iter().map(|group| group.out).sum::<usize>();
+        let plain_parts = weights.iter().all(|l| l.weight.kind == Kind::Bf16 && l.bias.is_none());
+        if plain_parts && groups.len() > 1 && x.is_pair(rows) && 8 * rows * width <= SUMS {
+            if !together(cuda, rows, x, &groups, width, (out.at(start), out.width))? {
                 return Ok(false);
             }
-            column += linear.weight.out;
+        } else {
+            for group in groups {
+                let y = (out.at(start + group.column), out.width);
+                if !plain(cuda, rows, x, &group.matrix, group.bias, y)? {
+                    return Ok(false);
+                }
+            }
         }
     }
     let mut column = start;
@@ -136,6 +152,79 @@ pub(crate) fn linear(
         column += linear.weight.out;
     }
     out.format = Format::Float;
+    Ok(true)
+}
+
+/// A matrix of a product with what is its own.
+#[derive(Debug)]
+struct Group {
+    matrix: CudaMatrix,
+    out: usize,
+    /// First column of the output, from that of the first matrix.
+    column: usize,
+    bias: u64,
+}
+
+/// BF16 matrices of a product, small ones behind each other as one.
+fn groups(cuda: &mut Cuda, weights: &[&Linear<Cuda>]) -> Result<Vec<Group>> {
+    let small = |l: &Linear<Cuda>| l.weight.kind == Kind::Bf16 && l.bias.is_none() && l.weight.out <= SMALL;
+    let (mut groups, mut column, mut left) = (Vec::new(), 0, weights);
+    while let Some(first) = left.first() {
+        let run = left.iter().take_while(|l| small(l) && l.weight.pitch == first.weight.pitch).count().max(1);
+        let out = left[..run].iter().map(|l| l.weight.out).sum();
+        if first.weight.kind == Kind::Bf16 {
+            let matrix = if run > 1 { stacked(cuda, &left[..run])? } else { first.weight.view() };
+            groups.push(Group { matrix, out, column, bias: first.bias.as_ref().map_or(0, |b| b.address()) });
+        }
+        column += out;
+        left = &left[run..];
+    }
+    Ok(groups)
+}
+
+/// Matrices one below the other, copied when they are first used so.
+fn stacked(cuda: &mut Cuda, weights: &[&Linear<Cuda>]) -> Result<CudaMatrix> {
+    let mut hash = DefaultHasher::new();
+    weights.iter().for_each(|l| l.weight.id.hash(&mut hash));
+    let key = hash.finish();
+    if let Some(matrix) = cuda.stacks.get(&key) {
+        return Ok(matrix.view());
+    }
+    let first = &weights[0].weight;
+    let out = weights.iter().map(|l| l.weight.out).sum::<usize>();
+    let data = cuda.memory.uninitialized("matrices one below the other", 2 * out * first.pitch)?;
+    cuda.kernels.settle()?;
+    let mut at = 0;
+    for linear in weights {
+        let bytes = 2 * linear.weight.out * first.pitch;
+        data.copy_from(at, &linear.weight.data, 0, bytes)?;
+        at += bytes;
+    }
+    let matrix = CudaMatrix { kind: Kind::Bf16, out, columns: first.columns, pitch: first.pitch, data, id: unique() };
+    let view = matrix.view();
+    cuda.stacks.insert(key, matrix);
+    Ok(view)
+}
+
+/// Products of both planes with several matrices, whose sums are added by one launch: whether the library took them.
+fn together(cuda: &mut Cuda, rows: usize, x: Rows, groups: &[Group], width: usize, y: (u64, usize)) -> Result<bool> {
+    let sums = cuda.scratch("sums of both planes", 8 * rows * width)?;
+    for group in groups {
+        let product = Product {
+            operand: Operand::Bf16,
+            outputs: group.out,
+            columns: group.matrix.columns,
+            across: false,
+            pitches: [group.matrix.pitch, x.pitch(), width],
+            batch: 1,
+            strides: [0; 3],
+        };
+        let addresses = [group.matrix.address(), x.planes.address, sums + 4 * group.column as u64];
+        if !library::product(cuda, 2 * rows, product, addresses, [1.0, 0.0])? {
+            return Ok(false);
+        }
+    }
+    add(cuda, rows, width, [sums, sums + (4 * rows * width) as u64], width, 0, y)?;
     Ok(true)
 }
 
@@ -236,7 +325,7 @@ pub(crate) fn multiply(
     }
     let product = Product { operand: Operand::Bf16, ..product };
     let w = matrix.address() + 2 * skip as u64;
-    if planes.plane == rows * planes.pitch && 8 * rows * width <= SUMS {
+    if x.is_pair(rows) && 8 * rows * width <= SUMS {
         let sums = cuda.scratch("sums of both planes", 8 * rows * width)?;
         let [of_w, of_x, _] = product.strides;
         let both = Product {

@@ -33,7 +33,7 @@ pub const PIECES: [&str; 34] = [
     "places of selected tokens",
     "queries of patches",
     "router in f32",
-    "router logits",
+    "router scores",
     "slots of the choices",
     "softmax of parts",
     "sums of both planes",
@@ -83,7 +83,17 @@ impl Largest<'_> {
         // Small ones share blocks of 64 MiB.
         let (small, large): (Vec<u64>, Vec<u64>) =
             pieces.iter().map(|&(_, bytes)| made(bytes)).partition(|&bytes| bytes <= LARGE / 2);
-        large.iter().sum::<u64>() + small.iter().sum::<u64>().next_multiple_of(LARGE) + self.tower()
+        large.iter().sum::<u64>() + small.iter().sum::<u64>().next_multiple_of(LARGE) + self.stacks() + self.tower()
+    }
+
+    /// Bytes of small matrices of one input, copied one below the other when many rows meet them first.
+    fn stacks(&self) -> u64 {
+        let text = self.text;
+        let kda = text.kda.num_heads.div_ceil(self.ranks.max(1)) + 2 * text.kda.head_dim;
+        let dsa = text.mla.kv_lora_rank + 2 * text.indexer.head_dim + text.indexer.num_heads;
+        let layers = [(text.kda_layers().count(), kda), (text.dsa_layers().count() + 1, dsa)];
+        let bytes: usize = layers.into_iter().map(|(layers, outputs)| 2 * layers * outputs * text.hidden_size).sum();
+        (bytes as u64).next_multiple_of(LARGE)
     }
 
     /// Bytes of the vision tower's activations for the largest picture.
@@ -159,12 +169,15 @@ impl Largest<'_> {
             "outputs of the experts" => in_slots(hidden).max(if stored { 4 * choices * hidden } else { 0 }),
             "places of selected tokens" => 4 * turn * text.selection_width().next_multiple_of(PAGE_TOKENS),
             "router in f32" => 4 * experts * hidden,
-            "router logits" => 4 * rows * experts,
+            // Sums of slices of 512 columns up to 4095 rows, then the library's.
+            "router scores" => 4 * experts * (rows.min(4095) * hidden.div_ceil(512)).max(rows),
             "slots of the choices" => 4 * choices,
             "softmax of parts" => 8 * turn * heads.next_multiple_of(32) * 4,
             "sums of both planes" => {
                 let few = rows.min(ONE_PLANE);
-                let widest = (3 * kda).max(query).max(dense).max(hidden);
+                // All projections of delta attention are added at a time.
+                let low_rank = shared(text.kda.num_heads) + 2 * text.kda.head_dim;
+                let widest = (3 * kda + low_rank).max(query).max(dense).max(hidden);
                 BOUND.min(8 * (few * widest).max(self.logits.min(few) * shared(text.vocab_size)))
             }
             // Parts of at least 2048 logits, or as many as a few rows' blocks.

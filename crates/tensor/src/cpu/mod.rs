@@ -29,7 +29,8 @@ use types::{require, require_equal};
 
 use crate::{
     Backend, CacheShape, Columns, DsaColumns, DsaWeights, Experts, IndexerWeights, KdaForm, KdaWeights, Linear,
-    MatrixSource, MhcWeights, Norm, PatchGrid, Result, RouterRule, Samples, Step, Streams, Swiglu,
+    MatrixSource, MhcWeights, Norm, PatchGrid, Result, RouterRule, Samples, Step, Streams, Swiglu, TOKEN_PLACES,
+    sample::largest,
 };
 
 /// Rows of a task that only copies them.
@@ -50,6 +51,8 @@ pub struct Cpu {
     mixes: AlignedVec,
     /// Index scores of one row and a copy of them, `[2, pools]`.
     index_scores: AlignedVec,
+    /// Tokens that are kept between steps, by place.
+    kept: [Vec<Option<u32>>; TOKEN_PLACES],
     /// What [`Backend::reserve`] was told.
     reserved: Option<Reserved>,
 }
@@ -75,6 +78,7 @@ impl Cpu {
             dense: dense::Workspace::default(),
             mixes: AlignedVec::default(),
             index_scores: AlignedVec::default(),
+            kept: Default::default(),
             reserved: None,
         }
     }
@@ -424,6 +428,41 @@ impl Backend for Cpu {
         tokens.extend(
             asked.rows.iter().map(|row| asked.token(row, &logits.row(row.row as usize)[..vocabulary], &mut changed)),
         );
+        Ok(())
+    }
+
+    fn keeps_tokens(&self) -> bool {
+        true
+    }
+
+    fn keep_largest(&mut self, logits: &CpuBuffer, rows: usize, vocabulary: usize, place: usize) -> Result<()> {
+        require("keep_largest: places", place + 1, TOKEN_PLACES)?;
+        require("keep_largest: rows of logits", rows, logits.rows())?;
+        require("keep_largest: columns of the logits", vocabulary, logits.width())?;
+        let kept = &mut self.kept[place];
+        kept.clear();
+        kept.extend((0..rows).map(|row| largest(&logits.row(row)[..vocabulary]).ok().map(|(token, _)| token)));
+        Ok(())
+    }
+
+    fn take_tokens(&mut self, place: usize, rows: &[u32]) -> Result<()> {
+        require("take_tokens: places", place + 1, TOKEN_PLACES)?;
+        require_equal("take_tokens: rows of the step", self.step.rows(), rows.len())?;
+        let kept = &self.kept[place];
+        for (token, &row) in self.step.tokens.iter_mut().zip(rows) {
+            require("take_tokens: kept rows", row as usize + 1, kept.len())?;
+            *token = kept[row as usize].unwrap_or(0);
+        }
+        Ok(())
+    }
+
+    fn kept_tokens(&mut self, rows: &[usize], tokens: &mut Vec<Option<u32>>) -> Result<()> {
+        require("kept_tokens: places", rows.len(), TOKEN_PLACES)?;
+        tokens.clear();
+        for (&rows, kept) in rows.iter().zip(&self.kept) {
+            require("kept_tokens: kept rows", rows, kept.len())?;
+            tokens.extend(&kept[..rows]);
+        }
         Ok(())
     }
 
