@@ -119,6 +119,7 @@ pub struct Launch {
 }
 
 /// What the stages give to the stream.
+#[expect(clippy::large_enum_variant, reason = "nearly all of a step's work are launches")]
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Work {
     /// A kernel's launch.
