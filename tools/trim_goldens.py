@@ -49,7 +49,7 @@ def rows(t, first=None, last=None):
     return dtype, [n] + shape[1:], data[:n * row] if first else data[len(data) - n * row:]
 
 
-# Micro: per-row keys keep their last 2 rows, logits of decoding the first (all greedy tokens are kept), states only the longest
+# Micro: per-row keys keep their last 2 rows (logits one but for the longest prompt), logits of decoding the first (all greedy tokens are kept), states only the longest
 # prompt, of the first and the last layer that has one.
 for name in ("short_think", "short_direct", "tool_think", "image_direct", "recall_400", "recall_1000"):
     full, kept = read(f"{SRC}/goldens/micro_{name}.f32.safetensors"), {}
@@ -57,7 +57,7 @@ for name in ("short_think", "short_direct", "tool_think", "image_direct", "recal
         if k.endswith("recurrent_state"):
             if name == "recall_1000" and "layer1." not in k: kept[k] = t
         elif k in ("decode.logits", "mtp.logits", "mtp.hidden"): kept[k] = rows(t, first=1)
-        elif k == "prefill.logits": kept[k] = rows(t, last=2)
+        elif k == "prefill.logits": kept[k] = rows(t, last=2 if name == "recall_1000" else 1)
         elif k == "pixel_values": kept[k] = rows(t, first=4)
         elif k.startswith("prefill."): kept[k] = rows(t, last=2)
         else: kept[k] = t
