@@ -233,7 +233,7 @@ fn site_results<B: Backend>(
 /// that cancel; and a row alone gives the bits it gives beside others.
 fn sites<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
     for (width, all) in
-        [(60, &[1, 9][..]), (128, &[3, 17]), (260, &[8]), (1024, &[5, 40]), (4096, &[1, 2, 7, 8, 9, 33, 300])]
+        [(60, &[1, 9][..]), (128, &[3, 17]), (260, &[8]), (1024, &[5, 40, 530]), (4096, &[1, 2, 7, 8, 9, 33, 300, 600])]
     {
         for &rows in all {
             let random = &mut Random(31 * width as u64 + rows as u64);
@@ -457,8 +457,8 @@ fn kda_chunks<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
         for (i, parts) in CHUNKED_TRAFFIC.iter().enumerate() {
             let s = step(4, parts, random, 10);
             let rows = s.rows();
-            // An even width: with an odd one rows go one after the other.
-            let proj = random_buffer(b, random, rows, (3 * inner + heads).next_multiple_of(2) + 2);
+            // Rows of whole pieces of four: others go one after the other.
+            let proj = random_buffer(b, random, rows, (3 * inner + heads).next_multiple_of(4) + 4);
             let gates = random_buffer(b, random, rows, 2 * inner);
             let mut o = poison(b, rows, inner);
             b.begin(&s).unwrap();

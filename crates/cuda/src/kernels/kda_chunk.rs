@@ -26,7 +26,7 @@ const LOWEST_BOUND: f32 = -5.4;
 const WALKERS: usize = 32;
 
 /// Images of a walker that may lie in memory, and bytes of one, as in `kda_chunk.cu`.
-const PLACES: usize = 6;
+const PLACES: usize = 8;
 const IMAGE_BYTES: usize = 74752;
 
 /// Dynamic shared memory: two teams' (a walker needs less).
@@ -64,7 +64,7 @@ pub(super) fn takes(cuda: &Cuda, stage: &Stage<'_>, out: &CudaBuffer) -> bool {
     cuda.device().properties().capability == (9, 0)
         && stage.weights.dim == DIM
         && stage.weights.gate_lower_bound >= LOWEST_BOUND
-        && stage.proj.width.is_multiple_of(2)
+        && stage.proj.width.is_multiple_of(4)
         && stage.gates.width.is_multiple_of(4)
         && out.width.is_multiple_of(4)
         && cuda.device().properties().multiprocessors > 1

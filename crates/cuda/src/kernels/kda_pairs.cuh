@@ -209,8 +209,9 @@ DEVICE void end_a(Pairs &sums, u32 base, int block, int lane) {
             if (j + 1 < i) more = fmaf(a2.y, column[j + 1], more);
         }
         column[i] = v + more;
-        store_half(base + INVERSE + block * 768 + i * 48 + c * 2, column[i]);
     }
+#pragma unroll
+    for (int i = 0; i < 16; i++) store_half(base + INVERSE + block * 768 + i * 48 + c * 2, column[i]);
 }
 
 // P, and the keys of the block's rows decayed to the end of the chunk.

@@ -5,6 +5,8 @@ DEVICE float power(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// The policy that `createpolicy` gives for what is evicted first: as a constant it needs no moves between registers.
+#define ONCE 0x12f0000000000000ull
 // Read once, by this block.
 DEVICE float2 load_two(const float *p, u64 policy) {
     float2 v;
@@ -74,27 +76,74 @@ DEVICE void open(Window &c, const Args &in, const Segment &s, int top, int head,
 }
 
 // Rows whose numbers are on their way.
+#ifndef AHEAD
 #define AHEAD 4
+#endif
 
-// Leaves q, k, v, decays and beta of a chunk; two channels and a block of 16 rows a thread. `before_writes` comes when numbers have
-// been asked for and nothing has been written.
-template <class Hook>
-DEVICE void convolve(const Args &in, const Segment &s, int first, int head, u32 base, int tid, Hook before_writes) {
-    const int block = tid >> 6, d = 2 * (tid & 63), top = first + 16 * block, step = in.heads * DIM;
-    const float *from = in.proj + (u64)(s.first_row + top) * in.proj_stride + head * DIM + d;
-    const float *gate = in.gates + (u64)(s.first_row + top) * in.gates_stride + head * DIM + d;
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    float2 raw[AHEAD][4];
-    auto ask = [&](int row) {
+// Rows of a block of 16 whose numbers come to registers: the first ones, and as many from LATE on.
+#define REGISTER_ROWS 3
+#define LATE 11
+
+// Two channels of q, k, v and the gate in a block of 16 rows a thread: rows that come to registers.
+struct Rows {
+    const float *from, *gate;
+    float2 raw[REGISTER_ROWS][4];
+
+    __device__ __forceinline__ void ask(const Args &in, int i) {
 #pragma unroll
-        for (int p = 0; p < 3; p++) raw[row % AHEAD][p] = load_two(from + p * step, policy);
-        raw[row % AHEAD][3] = load_two(gate, policy);
+        for (int p = 0; p < 3; p++) raw[i][p] = load_two(from + p * in.heads * DIM, ONCE);
+        raw[i][3] = load_two(gate, ONCE);
         from += in.proj_stride;
         gate += in.gates_stride;
-    };
+    }
+    __device__ __forceinline__ void begin(const Args &in, const Segment &s, int first, int head, int tid) {
+        const int d = 2 * (tid & 63);
+        const u64 row = s.first_row + first + 16 * (tid >> 6);
+        from = in.proj + row * in.proj_stride + head * DIM + d;
+        gate = in.gates + row * in.gates_stride + head * DIM + d;
 #pragma unroll
-    for (int i = 0; i < AHEAD; i++) ask(i);
+        for (int i = 0; i < REGISTER_ROWS; i++) ask(in, i);
+        from += (u64)(LATE - REGISTER_ROWS) * in.proj_stride;
+        gate += (u64)(LATE - REGISTER_ROWS) * in.gates_stride;
+    }
+};
+
+// The other rows come to shared memory, by warps: 64 channels of q, k, v and the gate are 256 bytes each. They lie where what becomes of
+// later rows will be: decays of one row, or halves of two; rows 3, 4, 14, 15 where keys of the image will be. So nearly all rows of
+// a chunk are under way at once. Where part p of a row lies, from the beginning of the warp's halves and of its decays on:
+DEVICE u32 coming_at(u32 halves, u32 decays, int row, int p) {
+    if (row == 3 || row == 14) return halves + KEY + 256 * p;
+    if (row == 4 || row == 15) return halves + KEY + 1024 + 256 * p;
+    if (row == 10) return decays + (12 + p) * 512;
+    if (p == 3) return decays + (row + 2) * 512;
+    return halves + (p == 0 ? QUERY : p == 1 ? WEIGHT : UPDATE) + 256 * (row - 2);
+}
+// Groups of copies that may be under way when a row's must be there: rows are asked for in order, 14 and 15 behind 3 and 4.
+constexpr int copies_behind(int row) { return row < 5 ? 7 : row < LATE ? 12 - row : 15 - row; }
+
+// 16 bytes that are read once.
+DEVICE void copy_once(u32 to, const float *from) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(ONCE) : "memory");
+}
+// `left` is known when this is compiled.
+DEVICE void copies_wait(int left) {
+    switch (left) {
+        case 7: asm volatile("cp.async.wait_group 7;" ::: "memory"); break;
+        case 6: asm volatile("cp.async.wait_group 6;" ::: "memory"); break;
+        case 5: asm volatile("cp.async.wait_group 5;" ::: "memory"); break;
+        case 4: asm volatile("cp.async.wait_group 4;" ::: "memory"); break;
+        case 3: asm volatile("cp.async.wait_group 3;" ::: "memory"); break;
+        case 2: asm volatile("cp.async.wait_group 2;" ::: "memory"); break;
+        case 1: asm volatile("cp.async.wait_group 1;" ::: "memory"); break;
+        default: asm volatile("cp.async.wait_group 0;" ::: "memory");
+    }
+}
+
+// Leaves q, k, v, decays and beta of a chunk; two channels and a block of 16 rows a thread. `before_writes` comes before anything
+// is written.
+template <class Hook>
+DEVICE void convolve(const Args &in, const Segment &s, int first, int head, u32 base, int tid, Rows &rows, Hook before_writes) {
+    const int block = tid >> 6, d = 2 * (tid & 63), top = first + 16 * block;
     Window c;
     open(c, in, s, top, head, d);
     const float rate = LOG2E * expf(in.a_log[head]), bound = LOG2E * in.bound;
@@ -102,14 +151,39 @@ DEVICE void convolve(const Args &in, const Segment &s, int first, int head, u32 
     const float shift[2] = {rate * bias.x, rate * bias.y};
     float b = 0.0f;
     if (tid < CHUNK) b = in.proj[(u64)(s.first_row + first + tid) * in.proj_stride + 3 * in.heads * DIM + head];
+    // A lane copies 16 bytes of q or k, and of v or the gate.
+    const u32 halves = base + (d >> 6) * PIECE + 16 * block * 128, warp_decays = base + DECAYS + 16 * block * 512 + (d >> 6) * 256;
+    const int lane = tid & 31, part = lane >> 4;
+    const u64 first_row = s.first_row + top;
+    const int column = head * DIM + (d & 64) + 4 * (lane & 15);
+    const float *one = in.proj + first_row * in.proj_stride + part * in.heads * DIM + column;
+    const float *two = part ? in.gates + first_row * in.gates_stride + column : in.proj + first_row * in.proj_stride + 2 * in.heads * DIM + column;
+    const int apart = part ? in.gates_stride : in.proj_stride;
+    auto bring = [&](int row) {
+        const u32 to = 16 * (lane & 15);
+        copy_once(to + (part ? coming_at(halves, warp_decays, row, 1) : coming_at(halves, warp_decays, row, 0)), one + (u64)row * in.proj_stride);
+        copy_once(to + (part ? coming_at(halves, warp_decays, row, 3) : coming_at(halves, warp_decays, row, 2)), two + (u64)row * apart);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
     before_writes();
+#pragma unroll
+    for (int r = 3; r < LATE; r++) bring(r);
     if (tid < CHUNK) store_float(base + BETA + 4 * tid, quick_sigmoid(b));
     float sum[2] = {1.0f, 1.0f};
     const u32 place = base + (d >> 6) * PIECE + (16 * block) * 128 + ((d & 63) >> 3) * 16 + (d & 7) * 2;
     const u32 decays = base + DECAYS + (16 * block) * 512 + (d >> 2) * 16 + (d & 3) * 4;
 #pragma unroll
     for (int r = 0; r < 16; r++) {
-        const float2(&now)[4] = raw[r % AHEAD];
+        float2 now[4];
+        if (r < REGISTER_ROWS || (r >= LATE && r < LATE + REGISTER_ROWS)) {
+#pragma unroll
+            for (int p = 0; p < 4; p++) now[p] = rows.raw[(r < LATE ? r : r - LATE) % REGISTER_ROWS][p];
+        } else {
+            copies_wait(copies_behind(r));
+            __syncwarp();
+#pragma unroll
+            for (int p = 0; p < 4; p++) now[p] = read_two(coming_at(halves, warp_decays, r, p) + 8 * lane);
+        }
         float out[3][2];
 #pragma unroll
         for (int k = 0; k < 2; k++) {
@@ -126,7 +200,11 @@ DEVICE void convolve(const Args &in, const Segment &s, int first, int head, u32 
             const float opened = quick_inverse(1.0f + power(-fmaf(rate, k ? now[3].y : now[3].x, shift[k])));
             sum[k] *= power(bound * opened);
         }
-        if (r + AHEAD < 16) ask(r + AHEAD);
+        if (r < REGISTER_ROWS) rows.ask(in, r);
+        if (r == 3 || r == 4) {
+            __syncwarp();
+            bring(r + 11);
+        }
         const u32 at = (place ^ ((r & 7) << 4)) + r * 128;
         store_word(at + QUERY, two_halves(out[0][0], out[0][1]));
         store_word(at + WEIGHT, two_halves(out[1][0], out[1][1]));

@@ -6,18 +6,24 @@
 #define OUTPUT (STAGES * IMAGE_BYTES)
 #define OUTPUT_BYTES 16384
 #define GATE (OUTPUT + 2 * OUTPUT_BYTES)
+// Warps that norm and gate, four rows at a time, and such groups that a warp has asked for.
+#define GATERS 7
+#define GATES 3
 
 struct Walk {
-    u64 full[STAGES], empty[STAGES], ready[2], taken[2];
+    // Of the two parts of a stage: W and q, and all the rest.
+    u64 full[2][STAGES], empty[2][STAGES], ready[2], taken[2];
 };
 DEVICE void walk_begin(Walk &w) {
     for (int i = 0; i < STAGES; i++) {
-        barrier_init(shared_address(w.full + i), 1);
-        barrier_init(shared_address(w.empty + i), 2);
+        for (int part = 0; part < 2; part++) {
+            barrier_init(shared_address(w.full[part] + i), 1);
+            barrier_init(shared_address(w.empty[part] + i), 8);
+        }
     }
     for (int i = 0; i < 2; i++) {
         barrier_init(shared_address(w.ready + i), 256);
-        barrier_init(shared_address(w.taken + i), 128);
+        barrier_init(shared_address(w.taken + i), CHUNK / 4);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -42,77 +48,114 @@ DEVICE u8 *image_of(const Args &in, int walker, u32 number) { return in.images +
 // Images of a walker's heads in turn; one thread.
 DEVICE void fetch_images(const Args &in, Walk &w, u32 base, int walker) {
     u32 number = 0;
+    // An image is here: its place in memory may be filled again. Nothing else that this thread did has to be seen.
+    auto taken = [&](u32 of) {
+#pragma unroll
+        for (int part = 0; part < 2; part++) barrier_wait(shared_address(w.full[part] + of % STAGES), of / STAGES & 1);
+        asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(progress_of(in, walker)), "r"(of + 1) : "memory");
+    };
     for (int item = walker; item < in.segment_count * in.heads; item += in.walkers) {
         const int count = chunks_of(in.segments[item / in.heads]).count;
         for (int chunk = 0; chunk < count; chunk++, number++) {
-            const u32 stage = number % STAGES, full = shared_address(w.full + stage);
-            if (number >= STAGES) barrier_wait(shared_address(w.empty + stage), (number / STAGES - 1) & 1);
+            const u32 stage = number % STAGES;
             while (load_flag(flag_of(in, walker, number)) != number + 1) __nanosleep(40);
             copies_ordered();
-            barrier_expect(full, IMAGE_BYTES);
-            copy_bulk(base + stage * IMAGE_BYTES, image_of(in, walker, number), IMAGE_BYTES, full);
+#pragma unroll
+            for (int part = 0; part < 2; part++) {
+                const u32 full = shared_address(w.full[part] + stage), from = part ? KEY : 0, bytes = part ? IMAGE_BYTES - KEY : KEY;
+                if (number >= STAGES) barrier_wait(shared_address(w.empty[part] + stage), (number / STAGES - 1) & 1);
+                barrier_expect(full, bytes);
+                copy_bulk(base + stage * IMAGE_BYTES + from, image_of(in, walker, number) + from, bytes, full);
+            }
+            if (number > 0) taken(number - 1);
         }
     }
+    if (number > 0) taken(number - 1);
 }
 
-// out = o / rms(o) * weight * sigmoid(z); the segment's last raw columns to the ring. A warp has 16 rows, a lane four channels.
+// out = o / rms(o) * weight * sigmoid(z); the segment's last raw columns to the ring. Four rows at a time, the warps in turn; a lane
+// has four channels.
 DEVICE void norm_outputs(const Args &in, Walk &w, u32 base, int walker, int tid) {
     const int lane = tid & 31, warp = tid >> 5, heads = in.heads;
     const float4 weight = *(const float4 *)(in.weight + 4 * lane);
+    const u32 places = base + GATE + (warp * GATES * 4 * 32 + lane) * 16;
     u32 number = 0;
     for (int item = walker; item < in.segment_count * heads; item += in.walkers) {
         const Segment s = in.segments[item / heads];
         const Chunks chunks = chunks_of(s);
-        const int head = item % heads;
-        const u64 first_row = s.first_row + chunks.first;
-        // A thread's numbers of z come to places of its own, four rows at a time, a chunk ahead.
-        const u32 places = base + GATE + (16 * warp * 32 + lane) * 16;
-        const float *z = in.gates + (first_row + 16 * warp) * in.gates_stride + (heads + head) * DIM + 4 * lane;
-        auto bring = [&](int chunk, int part) {
-            if (chunk < chunks.count)
+        const int head = item % heads, groups = CHUNK / 4 * chunks.count;
+        const u64 first_row = s.first_row + chunks.first + 4 * warp;
+        const float *z = in.gates + first_row * in.gates_stride + (heads + head) * DIM + 4 * lane;
+        float *out = in.out + first_row * in.out_stride + head * DIM + 4 * lane;
+        // A lane's numbers of z come to places of its own.
+        u32 asked = warp, to = places;
+        auto ask = [&]() {
+            if (asked < groups) {
+                const float *from = z;
 #pragma unroll
-                for (int i = 0; i < 4; i++)
-                    copy_16(places + (4 * part + i) * 512, z + (u64)(CHUNK * chunk + 4 * part + i) * in.gates_stride);
+                for (int i = 0; i < 4; i++) {
+                    copy_16(to + i * 512, from);
+                    from += in.gates_stride;
+                }
+            }
             asm volatile("cp.async.commit_group;" ::: "memory");
+            asked += GATERS;
+            z += (u64)(4 * GATERS) * in.gates_stride;
+            to = to == places + (GATES - 1) * 2048 ? places : to + 2048;
         };
-        for (int part = 0; part < 4; part++) bring(0, part);
-        for (int chunk = 0; chunk < chunks.count; chunk++, number++) {
-            const int first = chunks.first + CHUNK * chunk;
-            float *to = in.out + (s.first_row + first + 16 * warp) * (u64)in.out_stride + head * DIM + 4 * lane;
-            const u32 from = base + OUTPUT + (number & 1) * OUTPUT_BYTES + (lane >> 4) * 8192 + 16 * warp * 128 + (lane & 1) * 8;
-            barrier_wait(shared_address(w.ready + (number & 1)), number >> 1 & 1);
-#pragma unroll 1
-            for (int part = 0; part < 4; part++) {
-                float2 o[4][2];
-                float square[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const u32 at = from + (4 * part + i) * 128 + ((((lane & 15) >> 1) ^ (4 * part + i & 7)) << 4);
-                    o[i][0] = wide_halves(read_word(at));
-                    o[i][1] = wide_halves(read_word(at + 4));
-                    square[i] = fmaf(o[i][0].x, o[i][0].x, o[i][0].y * o[i][0].y) + fmaf(o[i][1].x, o[i][1].x, o[i][1].y * o[i][1].y);
-                }
+        for (int i = 0; i < GATES; i++) ask();
+        for (int group = warp; group < groups; group += GATERS) {
+            const u32 now = number + group / (CHUNK / 4), part = group % (CHUNK / 4);
+            const u32 from = base + OUTPUT + (now & 1) * OUTPUT_BYTES + (lane >> 4) * 8192 + 4 * part * 128 + (lane & 1) * 8;
+            asm volatile("cp.async.wait_group %0;" ::"n"(GATES - 1) : "memory");
+            float4 gate[4];
 #pragma unroll
-                for (int by = 16; by > 0; by >>= 1)
+            for (int i = 0; i < 4; i++) gate[i] = read_floats(to + i * 512);
 #pragma unroll
-                    for (int i = 0; i < 4; i++) square[i] += __shfl_xor_sync(FULL, square[i], by);
-                asm volatile("cp.async.wait_group 3;" ::: "memory");
+            for (int i = 0; i < 4; i++)
+                gate[i] = make_float4(weight.x * quick_sigmoid(gate[i].x), weight.y * quick_sigmoid(gate[i].y),
+                                      weight.z * quick_sigmoid(gate[i].z), weight.w * quick_sigmoid(gate[i].w));
+            barrier_wait(shared_address(w.ready + (now & 1)), now >> 1 & 1);
+            uint2 o[4];
+            float square[4];
 #pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float scale = quick_inverse_root(square[i] * (1.0f / DIM) + in.eps);
-                    const float2 z0 = read_two(places + (4 * part + i) * 512), z1 = read_two(places + (4 * part + i) * 512 + 8);
-                    write_four(to + (u64)(4 * part + i) * in.out_stride,
-                               make_float4(o[i][0].x * scale * weight.x * quick_sigmoid(z0.x), o[i][0].y * scale * weight.y * quick_sigmoid(z0.y),
-                                           o[i][1].x * scale * weight.z * quick_sigmoid(z1.x), o[i][1].y * scale * weight.w * quick_sigmoid(z1.y)));
-                }
-                bring(chunk + 1, part);
+            for (int i = 0; i < 4; i++) o[i] = read_words(from + i * 128 + ((((lane & 15) >> 1) ^ (4 * (part & 1) + i)) << 4));
+            __syncwarp();
+            if (lane == 0) barrier_arrive(shared_address(w.taken + (now & 1)));
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float2 a = wide_halves(o[i].x), b = wide_halves(o[i].y);
+                square[i] = fmaf(a.x, a.x, a.y * a.y) + fmaf(b.x, b.x, b.y * b.y);
+                gate[i].x *= a.x;
+                gate[i].y *= a.y;
+                gate[i].z *= b.x;
+                gate[i].w *= b.y;
             }
-            barrier_arrive(shared_address(w.taken + (number & 1)));
-            for (int r = max_of(0, (int)s.rows - in.ring.column_ring - first); r < CHUNK; r++) {
-                const u64 entry = ((u64)s.slot * heads + head) * in.ring.column_ring + column_at(in.ring, s.position + first + r);
-                const float *raw = in.proj + (u64)(s.first_row + first + r) * in.proj_stride + head * DIM;
-                for (int j = tid; j < 3 * DIM; j += 128) in.ring.columns[entry * 3 * DIM + j] = raw[j / DIM * heads * DIM + j % DIM];
+            // Lanes 8 i .. have the sum of row i.
+            const bool high = lane & 16, odd = lane & 8;
+            const float a = (high ? square[2] : square[0]) + __shfl_xor_sync(FULL, high ? square[0] : square[2], 16);
+            const float b = (high ? square[3] : square[1]) + __shfl_xor_sync(FULL, high ? square[1] : square[3], 16);
+            float sum = (odd ? b : a) + __shfl_xor_sync(FULL, odd ? a : b, 8);
+#pragma unroll
+            for (int by = 4; by > 0; by >>= 1) sum += __shfl_xor_sync(FULL, sum, by);
+            const float own = quick_inverse_root(sum * (1.0f / DIM) + in.eps);
+            float *row = out;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const float scale = __shfl_sync(FULL, own, 8 * i);
+                write_four(row, make_float4(gate[i].x * scale, gate[i].y * scale, gate[i].z * scale, gate[i].w * scale));
+                row += in.out_stride;
             }
+            out += (u64)(4 * GATERS) * in.out_stride;
+            ask();
+        }
+        number += chunks.count;
+        const int end = chunks.first + CHUNK * chunks.count;
+        for (int r = max_of(chunks.first, (int)s.rows - in.ring.column_ring); r < end; r++) {
+            const u64 entry = ((u64)s.slot * heads + head) * in.ring.column_ring + column_at(in.ring, s.position + r);
+            const float *raw = in.proj + (u64)(s.first_row + r) * in.proj_stride + head * DIM;
+            for (int j = tid; j < 3 * DIM; j += 32 * GATERS) in.ring.columns[entry * 3 * DIM + j] = raw[j / DIM * heads * DIM + j % DIM];
         }
     }
 }
@@ -143,9 +186,7 @@ DEVICE void walk_chunks(const Args &in, Walk &w, u32 base, int walker, int tid) 
             }
         u32 left[8][4];
         float O[32], V[32];
-#pragma unroll 1
-        for (int chunk = 0; chunk < chunks.count; chunk++, number++) {
-            const u32 stage = number % STAGES, now = base + stage * IMAGE_BYTES;
+        auto halves = [&]() {
 #pragma unroll
             for (int k = 0; k < 8; k++)
 #pragma unroll
@@ -153,9 +194,43 @@ DEVICE void walk_chunks(const Args &in, Walk &w, u32 base, int walker, int tid) 
                     const float *pair = &S[4 * (2 * k + (i >> 1)) + 2 * (i & 1)];
                     left[k][i] = two_halves(pair[0], pair[1]);
                 }
-            barrier_wait(shared_address(w.full + stage), number / STAGES & 1);
-            // The place may be filled again.
-            if (tid == 0) store_flag(progress_of(in, walker), number + 1);
+        };
+        halves();
+        // Outputs of a chunk as halves, when their products are done.
+        auto leave = [&](u32 of) {
+            if (of >= 2) barrier_wait(shared_address(w.taken + (of & 1)), (of >> 1 & 1) ^ 1);
+#pragma unroll
+            for (int n = 0; n < 8; n += 2) {
+                u32 o[4];
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const float *pair = &O[4 * (n + (i >> 1)) + 2 * (i & 1)];
+                    o[i] = two_halves(pair[0], pair[1]);
+                }
+                store_matrices_turned(base + OUTPUT + (of & 1) * OUTPUT_BYTES + 8192 * group + mine + 8 * n * 128, o);
+            }
+            barrier_arrive(shared_address(w.ready + (of & 1)));
+        };
+#pragma unroll 1
+        for (int chunk = 0; chunk < chunks.count; chunk++, number++) {
+            const u32 stage = number % STAGES, now = base + stage * IMAGE_BYTES;
+            barrier_wait(shared_address(w.full[0] + stage), number / STAGES & 1);
+            products_begin();
+#pragma unroll
+            for (int k = 0; k < 8; k++)
+                Warpgroup<64>::multiply(V, left[k], describe(now + WEIGHT + (k >> 2) * PIECE) + 2 * (k & 3), k);
+            products_commit();
+            // While these run: outputs of the chunk before, the state's decay, updates.
+            products_done<1>();
+            hold(O);
+            hold(S);
+            if (chunk > 0) leave(number - 1);
+            barrier_wait(shared_address(w.full[1] + stage), number / STAGES & 1);
+            products_begin();
+#pragma unroll
+            for (int k = 0; k < 8; k++)
+                Warpgroup<64>::multiply(O, left[k], describe(now + QUERY + (k >> 2) * PIECE) + 2 * (k & 3), k);
+            products_commit();
 #pragma unroll
             for (int n = 0; n < 16; n++) {
                 const float2 by = read_two(now + DECAY + (8 * n + 2 * t) * 4);
@@ -165,35 +240,18 @@ DEVICE void walk_chunks(const Args &in, Walk &w, u32 base, int walker, int tid) 
                 to[2] *= by.x;
                 to[3] *= by.y;
             }
+            u32 values[4][4];
 #pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                u32 u[4];
-                matrices_turned(u, now + UPDATE + PIECE * group + mine + 8 * n * 128);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float2 u2 = wide_halves(u[i]);
-                    V[4 * (n + (i >> 1)) + 2 * (i & 1)] = u2.x;
-                    V[4 * (n + (i >> 1)) + 2 * (i & 1) + 1] = u2.y;
-                }
-            }
-            products_begin();
-#pragma unroll
-            for (int k = 0; k < 8; k++)
-                Warpgroup<64>::multiply(V, left[k], describe(now + WEIGHT + (k >> 2) * PIECE) + 2 * (k & 3), 1);
-            products_commit();
-#pragma unroll
-            for (int k = 0; k < 8; k++)
-                Warpgroup<64>::multiply(O, left[k], describe(now + QUERY + (k >> 2) * PIECE) + 2 * (k & 3), k);
-            products_commit();
+            for (int k = 0; k < 4; k++) matrices_turned(values[k], now + UPDATE + PIECE * group + mine + 16 * k * 128);
             products_done<1>();
             hold(V);
-            u32 values[4][4];
 #pragma unroll
             for (int k = 0; k < 4; k++)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
                     const float *pair = &V[4 * (2 * k + (i >> 1)) + 2 * (i & 1)];
-                    values[k][i] = two_halves(pair[0], pair[1]);
+                    const float2 u = wide_halves(values[k][i]);
+                    values[k][i] = two_halves(u.x + pair[0], u.y + pair[1]);
                 }
             products_begin();
 #pragma unroll
@@ -202,24 +260,15 @@ DEVICE void walk_chunks(const Args &in, Walk &w, u32 base, int walker, int tid) 
 #pragma unroll
             for (int k = 0; k < 4; k++) Warpgroup<64>::multiply(O, values[k], describe(now + PAIRS) + 2 * k, 1);
             products_commit();
+            products_done<2>();
+            if (lane == 0) barrier_arrive(shared_address(w.empty[0] + stage));
             products_done<0>();
             hold(S);
             hold(O);
-            meet(1 + group, 128);
-            if ((tid & 127) == 0) barrier_arrive(shared_address(w.empty + stage));
-            if (number >= 2) barrier_wait(shared_address(w.taken + (number & 1)), (number >> 1 & 1) ^ 1);
-#pragma unroll
-            for (int n = 0; n < 8; n += 2) {
-                u32 o[4];
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const float *pair = &O[4 * (n + (i >> 1)) + 2 * (i & 1)];
-                    o[i] = two_halves(pair[0], pair[1]);
-                }
-                store_matrices_turned(base + OUTPUT + (number & 1) * OUTPUT_BYTES + 8192 * group + mine + 8 * n * 128, o);
-            }
-            barrier_arrive(shared_address(w.ready + (number & 1)));
+            if (lane == 0) barrier_arrive(shared_address(w.empty[1] + stage));
+            halves();
         }
+        leave(number - 1);
 #pragma unroll
         for (int n = 0; n < 16; n++)
 #pragma unroll
