@@ -101,6 +101,9 @@ fn shortened(config: &str, layers: usize) -> Result<String, serde_json::Error> {
     let all = text["num_hidden_layers"].as_u64().unwrap_or(0);
     cut(text, usize::try_from(all).unwrap_or(usize::MAX), layers);
     text["num_hidden_layers"] = layers.into();
+    if text["first_k_dense_replace"].as_u64().is_some_and(|dense| dense > layers as u64) {
+        text["first_k_dense_replace"] = layers.into();
+    }
     serde_json::to_string(&whole)
 }
 
@@ -157,6 +160,8 @@ mod tests {
         assert!(text.mtp_layer().is_some());
         assert!(source.has("model.language_model.layers.4.mlp.experts.287.up_proj.weight_packed"));
         assert!(!source.has("model.language_model.layers.6.mlp.experts.0.up_proj.weight"));
+        // Fewer layers than are dense.
+        assert_eq!(DummySource::new(RELEASED, Some(1), true).unwrap().layers(), 1);
     }
 
     #[test]
