@@ -5,10 +5,9 @@
 //! its work into turns. `glimmer bench step` prints what a device really took beside this.
 
 use glimmer_checkpoint::{TextConfig, VisionConfig, config::MlpKind};
-use glimmer_tensor::PAGE_TOKENS;
 
 /// Every piece of scratch, by the backend's names.
-pub const PIECES: [&str; 34] = [
+pub const PIECES: [&str; 33] = [
     "a matrix as halves",
     "absorbed queries",
     "absorbed queries in f32",
@@ -30,7 +29,6 @@ pub const PIECES: [&str; 34] = [
     "number of work items",
     "output of the shared expert",
     "outputs of the experts",
-    "places of selected tokens",
     "queries of patches",
     "router in f32",
     "router scores",
@@ -167,7 +165,6 @@ impl Largest<'_> {
             "number of work items" => 4,
             "output of the shared expert" => 4 * rows * hidden,
             "outputs of the experts" => in_slots(hidden).max(if stored { 4 * choices * hidden } else { 0 }),
-            "places of selected tokens" => 4 * turn * text.selection_width().next_multiple_of(PAGE_TOKENS),
             "router in f32" => 4 * experts * hidden,
             // Sums of slices of 512 columns up to 4095 rows, then the library's.
             "router scores" => 4 * experts * (rows.min(4095) * hidden.div_ceil(512)).max(rows),
