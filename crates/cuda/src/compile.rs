@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// The headers that kernels include, with their texts.
-const HEADERS: [(&CStr, &str); 16] = [
+const HEADERS: [(&CStr, &str); 17] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"lanes.cuh", include_str!("kernels/lanes.cuh")),
     (c"wgmma.cuh", include_str!("kernels/wgmma.cuh")),
