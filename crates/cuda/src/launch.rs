@@ -232,6 +232,15 @@ impl Kernels {
         self.take(Launch { kernel, grid, cluster, early, arguments })
     }
 
+    /// As [`Kernels::launch_clusters`], set up when the launch in front has ended: large clusters that are set up among its last
+    /// blocks may not all find a place, and those left over run when the others are done.
+    ///
+    /// # Errors
+    /// As [`Kernels::launch`].
+    pub fn launch_whole(&self, kernel: Kernel, grid: Grid, cluster: usize, arguments: Arguments) -> Result<()> {
+        self.take(Launch { kernel, grid, cluster, early: false, arguments })
+    }
+
     /// Clusters of `cluster` blocks like the grid's that the device holds at a time.
     ///
     /// # Errors

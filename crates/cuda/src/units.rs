@@ -9,7 +9,7 @@ use crate::{
     bench,
     compile::Unit,
     kernels::{
-        dense, dsa, experts, few,
+        dense, dsa, experts, experts_bf16, few,
         gemm::{self, Variant},
         index, kda, kda_chunk, mhc, mla, moe, narrow, router, sampler, slots, sparse, vision,
     },
@@ -82,6 +82,11 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
             }
         }
     }
+    // The draft layer's experts, whole and as slices of two and four ranks.
+    let slices = [1, 2, 4].map(|ranks| (false, moe_config.intermediate_size / ranks));
+    for (swiglu, columns) in [(true, text.hidden_size)].into_iter().chain(slices) {
+        units.extend(experts_bf16::constants(swiglu, columns, 2).map(|constants| experts_bf16::FILE.unit(&constants)));
+    }
     for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
         let groups = columns / GROUP;
         for variant in experts::variants(swiglu, groups) {
@@ -99,6 +104,7 @@ pub fn needs_warpgroups(unit: &Unit) -> bool {
     let only = [
         experts::FEW.name,
         experts::MANY.name,
+        experts_bf16::FILE.name,
         few::FILE.name,
         sparse::FILE.name,
         index::FILE.name,

@@ -586,13 +586,18 @@ fn moe<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
 
 /// Wide experts, whose columns the warps of a block share: results, and that a row alone gives the bits it gives beside
 /// others.
-fn wide_experts<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+fn wide_experts<B: Backend>(b: &mut B, kind: Kind, out: &mut Vec<Named>) {
     let (experts, top, hidden, width) = (6, 2, 2048, 1024);
     let random = &mut Random(77);
+    // The numbers of rows; beyond the most, a row's bits are not those that it has alone.
+    let (sizes, most, bound): (&[usize], _, _) = match kind {
+        Kind::Int4 => (&[1, 3, 24, 60, 130, 300, 400, 1100, 2600], 320, HALVES),
+        _ => (&[1, 3, 24, 60, 128, 130], 128, 3.0 * PRODUCT),
+    };
     let rule = RouterRule { top, groups: 1, top_groups: 1, normalize: true, scale: 2.5 };
     let gate = matrix(b, random, Kind::F32, experts, hidden);
     let bias = vector(b, &random.values(experts));
-    let routed = (0..experts).map(|_| swiglu(b, random, Kind::Int4, [hidden, width, hidden], false)).collect();
+    let routed = (0..experts).map(|_| swiglu(b, random, kind, [hidden, width, hidden], false)).collect();
     let set = Experts { routed, shared: None, limit: 0.7 };
     let run = |b: &mut B, rows: usize, values: &[f32]| {
         let x = buffer(b, rows, hidden, values);
@@ -604,17 +609,16 @@ fn wide_experts<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
         b.moe_down(rows, &set, &routing, &act, &none, &mut y).unwrap();
         read(b, &y, rows, hidden)
     };
-    // The last one is beyond the steps whose rows have the bits that they have alone.
-    for rows in [1, 3, 24, 60, 130, 300, 1100, 2600] {
+    for &rows in sizes {
         let values = random.values(rows * hidden);
         let y = run(b, rows, &values);
-        let compared = if rows > 320 { vec![] } else { vec![0, rows / 2, rows - 1] };
+        let compared = if rows > most { vec![] } else { vec![0, rows / 2, rows - 1] };
         for row in compared {
             let alone = run(b, 1, &values[row * hidden..(row + 1) * hidden]);
             let same = alone.iter().zip(&y[row * hidden..]).all(|(a, b)| a.to_bits() == b.to_bits());
-            out.push((format!("moe_alone row {row} of {rows}"), vec![f32::from(u8::from(same))], 0.0));
+            out.push((format!("moe_alone {kind:?} row {row} of {rows}"), vec![f32::from(u8::from(same))], 0.0));
         }
-        out.push((format!("moe_wide M {rows}"), y, HALVES));
+        out.push((format!("moe_wide {kind:?} M {rows}"), y, bound));
     }
 }
 
@@ -666,7 +670,9 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     if which == Which::Experts {
         router::router(b, &mut out);
         moe(b, &mut out);
-        wide_experts(b, &mut out);
+        for kind in [Kind::Int4, Kind::Bf16] {
+            wide_experts(b, kind, &mut out);
+        }
         return out;
     }
     if which == Which::Kda {
@@ -687,7 +693,9 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     kda_chunks(b, &mut out);
     dsa(b, &mut out);
     moe(b, &mut out);
-    wide_experts(b, &mut out);
+    for kind in [Kind::Int4, Kind::Bf16] {
+        wide_experts(b, kind, &mut out);
+    }
     vision(b, &mut out);
     out
 }

@@ -41,7 +41,7 @@ const STAGE_BYTES: usize = 16 << 10;
 const THREADS: usize = 256;
 
 /// Shared memory with which two blocks fit a multiprocessor.
-const SHARED: usize = 113 << 10;
+pub(crate) const SHARED: usize = 113 << 10;
 
 /// One matrix of a launch, as the kernel declares it.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
@@ -250,7 +250,7 @@ impl Launch {
 }
 
 /// Clusters that the device holds at a time, one block or `both` a multiprocessor.
-fn groups(cuda: &mut Cuda, kernel: Kernel, cluster: usize, both: bool) -> Result<usize> {
+pub(crate) fn groups(cuda: &mut Cuda, kernel: Kernel, cluster: usize, both: bool) -> Result<usize> {
     if let Some(&groups) = cuda.few_groups.get(&(cluster, both)) {
         return Ok(groups);
     }

@@ -3,6 +3,7 @@
 pub(crate) mod dense;
 pub(crate) mod dsa;
 pub(crate) mod experts;
+pub(crate) mod experts_bf16;
 pub(crate) mod few;
 pub(crate) mod gemm;
 pub(crate) mod index;

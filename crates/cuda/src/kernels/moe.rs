@@ -10,14 +10,14 @@ use bytemuck::Zeroable;
 use glimmer_tensor::{Error, Experts, Result};
 
 use super::{
-    dense, experts,
+    dense, experts, experts_bf16,
     gemm::{self, Args, Input, Variant},
     slots::{self, List},
 };
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
-    types::{CudaBuffer, CudaRouting, Format, GROUP, Kind, require, require_equal},
+    types::{CudaBuffer, CudaMatrix, CudaRouting, Format, GROUP, Kind, require, require_equal},
 };
 
 pub(crate) static FILE: File = File { name: "moe.cu", text: include_str!("moe.cu"), constants: &["TOP"] };
@@ -31,6 +31,18 @@ fn slot_args(table: u64, list: List) -> experts::Args {
         slots: list.slots as i32,
         early: i32::from(!list.fresh),
         ..experts::Args::zeroed()
+    }
+}
+
+/// The same for BF16 experts with matrices like `matrix`.
+fn bf16_args(table: u64, list: List, matrix: &CudaMatrix) -> experts_bf16::Args {
+    experts_bf16::Args {
+        table,
+        items: list.items,
+        item_count: list.count,
+        list: list.grouped,
+        w_bytes: 2 * matrix.pitch as i32,
+        ..experts_bf16::Args::zeroed()
     }
 }
 
@@ -130,6 +142,20 @@ pub(crate) fn moe_up(
         };
         experts::run(cuda, true, tokens, args)?;
         act.format = Format::Slots { slots: list.slots };
+    } else if !shape.int4 && experts_bf16::takes(cuda, rows, shape.input, x) {
+        let list = slots::list(cuda, rows, routing, experts_bf16::TOKENS, None)?;
+        let args = experts_bf16::Args {
+            x: x.at(0),
+            y: act.at(0),
+            outputs: shape.width as i32,
+            x_stride: x.width as i32,
+            y_stride: act.width as i32,
+            divisor: routing.top as i32,
+            limit: set.limit,
+            ..bf16_args(table, list, &set.routed[0].gate.weight)
+        };
+        experts_bf16::run(cuda, true, shape.input, args)?;
+        act.format = Format::Float;
     } else {
         let planes = gemm::planes(cuda, rows, input, shape.kind())?;
         let tiles = tiles(shape.int4, choices, routing.num_experts);
@@ -206,6 +232,19 @@ pub(crate) fn moe_down(
             ..slot_args(table, list)
         };
         experts::run(cuda, false, tokens, args)?;
+    } else if !shape.int4 && experts_bf16::takes(cuda, rows, shape.width, act) {
+        list = slots::list(cuda, rows, routing, experts_bf16::TOKENS, None)?;
+        down = cuda.scratch(DOWN, 4 * choices * shape.hidden)?;
+        let args = experts_bf16::Args {
+            x: act.at(0),
+            y: down,
+            outputs: shape.hidden as i32,
+            x_stride: act.width as i32,
+            y_stride: shape.hidden as i32,
+            divisor: 1,
+            ..bf16_args(table, list, &set.routed[0].down.weight)
+        };
+        experts_bf16::run(cuda, false, shape.width, args)?;
     } else {
         let input = Input { buffer: act, start: 0, width: shape.width, list: 0 };
         let planes = gemm::planes(cuda, choices, input, shape.kind())?;
