@@ -15,7 +15,7 @@
 //
 // Limits: compute capability 9.0; items of up to NMAX tokens.
 //
-// Constants: SWIGLU, NMAX (32, 64 or 128), STAGES.
+// Constants: SWIGLU, NMAX (32, 80 or 128), STAGES.
 #include "common.cuh"
 #include "wgmma.cuh"
 #include "async.cuh"
@@ -25,13 +25,23 @@
 #define HALF_BYTES (NMAX * 128)
 #define X_BYTES (2 * HALF_BYTES)
 #define STAGE_BYTES (X_BYTES + 17408)
-// Results on their way out.
-#define ROOM_BYTES (NMAX * (SWIGLU ? 256 : 512))
-// Batches of products under way while the next one is unpacked, and A operands for them; and weights of the next stage are read with
-// the third batch of a stage: where registers suffice.
-#define DEPTH (NMAX <= 64 ? 3 : 1)
-#define OPERANDS (DEPTH > 1 ? 4 : 2)
-#define READ_AHEAD (NMAX <= 64)
+// Results on their way out: pieces of 64 features. They are written for 32 (SWIGLU) or 16 tokens at a time.
+#define ROOM_TOKENS ((NMAX + 31) / 32 * 32)
+#define PIECE_BYTES (ROOM_TOKENS * 128)
+#define ROOM_BYTES ((SWIGLU ? 2 : 4) * PIECE_BYTES)
+// Steps of 16 columns of a batch of products, of which one is under way while the next one is unpacked; and the weights of the next
+// stage are read in the middle of a stage: where registers suffice.
+#define STEPS (NMAX <= 80 ? 4 : 2)
+#define BATCHES (8 / STEPS)
+#define READ_AHEAD (NMAX <= 80)
+// Widths of products: an item's are the narrowest that hold its tokens.
+#if NMAX == 128
+#define WIDTHS 128, 120, 112, 96, 64
+#elif NMAX == 80
+#define WIDTHS 80, 64, 56, 48
+#else
+#define WIDTHS 32, 24, 16
+#endif
 #define SHIFT 0.0625f
 
 DEVICE u32 twice(float v) {
@@ -83,6 +93,7 @@ struct Codes {
 // Where a thread stands among the stages.
 struct Ring {
     u32 base, full, empty, header, own;  // `own`: this thread's first codes in a stage
+    u32 place;                           // of the tokens of the stage in slot 0, as a product's descriptor begins
     u32 slot, parity;                    // of the stage to be read next
     int left;                            // stages to be read
     Codes next;
@@ -114,37 +125,44 @@ struct Ring {
 // Registers of products: sums, and A operands. All sizes of a product use the same ones: one that is under way holds its
 // registers, and the compiler cannot see on which path it came.
 struct Registers {
-    float acc[NMAX / 2];
-    u32 a[OPERANDS][8];
+    float acc[ROOM_TOKENS / 2];
+    u32 a[2][4 * STEPS];
 };
 
-// Products of two steps of 16 columns.
+// Products of a batch.
 template <int N>
 DEVICE void batch(Registers &regs, int side, u64 b, bool add) {
     products_begin();
-    Warpgroup<N>::multiply(regs.acc, regs.a[side], b, add);
-    Warpgroup<N>::multiply(regs.acc, regs.a[side] + 4, b + 2, 1);
+#pragma unroll
+    for (int i = 0; i < STEPS; i++) Warpgroup<N>::multiply(regs.acc, regs.a[side] + 4 * i, b + 2 * i, add || i > 0);
     products_commit();
 }
 
-DEVICE void batch_for(int tokens, Registers &regs, int side, u64 b, bool add) {
-#if NMAX == 128
-    if (tokens > 120) batch<128>(regs, side, b, add);
-    else if (tokens > 112) batch<120>(regs, side, b, add);
-    else if (tokens > 96) batch<112>(regs, side, b, add);
-    else if (tokens > 64) batch<96>(regs, side, b, add);
-    else batch<64>(regs, side, b, add);
-#elif NMAX == 64
-    if (tokens > 56) batch<64>(regs, side, b, add);
-    else if (tokens > 48) batch<56>(regs, side, b, add);
-    else if (tokens > 32) batch<48>(regs, side, b, add);
-    else batch<32>(regs, side, b, add);
-#else
-    if (tokens > 24) batch<32>(regs, side, b, add);
-    else if (tokens > 16) batch<24>(regs, side, b, add);
-    else batch<16>(regs, side, b, add);
-#endif
-}
+// Which of the widths a tile's products have. It is decided once: a comparison in front of each batch costs more than the batch.
+struct Width {
+    static constexpr int all[] = {WIDTHS}, count = sizeof(all) / sizeof(int);
+    int wider[count];  // than the width of that number
+
+    __device__ __forceinline__ Width(int tokens) {
+#pragma unroll
+        for (int i = 0; i < count; i++) {
+            wider[i] = i + 1 < count && tokens > all[(i + 1) % count];
+            // Opaque, or it is computed anew.
+            asm volatile("" : "+r"(wider[i]));
+        }
+    }
+
+    // The branches stay even where one width would do: without them the compiler lets every product wait for the one before.
+    template <int I = 0>
+    __device__ __forceinline__ void batch_for(Registers &regs, int side, u64 b, bool add) const {
+        if constexpr (I + 1 < count) {
+            if (wider[I]) batch<all[I]>(regs, side, b, add);
+            else batch_for<I + 1>(regs, side, b, add);
+        } else {
+            batch<all[I]>(regs, side, b, add);
+        }
+    }
+};
 
 DEVICE void settle(Registers &regs) {
 #pragma unroll
@@ -153,8 +171,10 @@ DEVICE void settle(Registers &regs) {
 
 // regs.acc = products of `groups` stages. With READ_AHEAD the first one is in `ring.next`, as is afterwards the one that follows.
 DEVICE void sum(Registers &regs, int tokens, int groups, Ring &ring) {
+    const Width width(tokens);
     settle(regs);
-    u32 own = ring.first(), before = 0;
+    u32 own = ring.first(), before = 0, place = ring.place + own * (STAGE_BYTES >> 4);
+    int more = 0;
 #pragma unroll 1
     for (int q = 0; q < groups; q++) {
 #if !READ_AHEAD
@@ -162,22 +182,26 @@ DEVICE void sum(Registers &regs, int tokens, int groups, Ring &ring) {
 #endif
         const Codes codes = ring.next;
         const Scale scale[2] = {scale_of(codes.scales[0]), scale_of(codes.scales[1])};
-        const u64 b = describe(ring.base + own * STAGE_BYTES);
-        // Batches of 32 columns.
+        const u64 b = describe_at(place);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            // The batch that had these registers is done, and so is, with the one numbered DEPTH, the stage before this one.
-            products_done<DEPTH>();
-            if (i == DEPTH && q > 0) ring.release(before);
+        for (int i = 0; i < BATCHES; i++) {
+            // The batch that had these registers is done, and so is, with the second one, the stage before this one.
+            products_done<1>();
+            if (i == 1 && more) ring.release(before);
 #pragma unroll
-            for (int r = 0; r < 2; r++) expand(word_of(codes.words[r], i), scale[r], regs.a[i % OPERANDS] + r);
+            for (int k = 0; k < STEPS / 2; k++)
+#pragma unroll
+                for (int r = 0; r < 2; r++)
+                    expand(word_of(codes.words[r], STEPS / 2 * i + k), scale[r], regs.a[i & 1] + 8 * k + r);
 #if READ_AHEAD
-            if (i == 2) ring.read();
+            if (i == BATCHES / 2) ring.read();
 #endif
-            batch_for(tokens, regs, i % OPERANDS, b + (i >> 1) * (HALF_BYTES >> 4) + 4 * (i & 1), i > 0 || q > 0);
+            const int column = 16 * STEPS * i;
+            width.batch_for(regs, i & 1, b + column / 64 * (HALF_BYTES >> 4) + column % 64 / 8, i > 0 || more);
         }
-        before = own;
-        if (++own == STAGES) own = 0;
+        before = own, more = 1;
+        place += STAGE_BYTES >> 4;
+        if (++own == STAGES) own = 0, place = ring.place;
     }
     products_done<0>();
     settle(regs);
@@ -196,7 +220,7 @@ DEVICE void finish(const Args &p, u32 first, int count, int strip, const Registe
     // The warpgroups of a piece of 64 features: two with SWIGLU, else one.
     const int piece = SWIGLU ? wg >> 1 : wg, threads = SWIGLU ? 256 : 128;
     const bool copies = threadIdx.x % threads == 0;
-    const u32 own = room + piece * HALF_BYTES;
+    const u32 own = room + piece * PIECE_BYTES;
     const float back = 1.0f / SHIFT;
     if (copies) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     meet(1 + piece, threads);
@@ -297,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) experts(const _
         asm volatile("mov.u32 %0, %1;" : "=r"(start) : "r"(base));
         const int j = warp >> 2, w = warp & 3, tiles = begin < end ? (end - begin + gridDim.x - 1) / gridDim.x : 0;
         Ring ring;
-        ring.base = start, ring.full = start + STAGES * STAGE_BYTES + ROOM_BYTES, ring.empty = ring.full + 8 * STAGES;
+        ring.base = start, ring.place = describe_low(start), ring.full = start + STAGES * STAGE_BYTES + ROOM_BYTES, ring.empty = ring.full + 8 * STAGES;
         ring.header = ring.empty + 8 * STAGES;
         ring.own = start + X_BYTES +
                    (SWIGLU ? (j >> 1) * GROUP_BYTES + (4 * (j & 1) + w) * BLOCK_BYTES : j * GROUP_BYTES + 2 * w * BLOCK_BYTES);

@@ -4,7 +4,7 @@
 // their columns and up to 8 TILES of the expert's tokens. One warp copies stages of TOGETHER groups of columns (weights in runs of
 // 4224 TOGETHER bytes, tokens) into a ring that runs on from tile to tile. ROWS x PARTS warps multiply by m16n8k16: warp (r, s)
 // takes 64 rows of the groups s, s + PARTS, ..; a group is one job, 64 x 128 weights, and a stage is given back by the warps
-// that take its groups, whichever come first. At a tile's end the PARTS sums meet in shared memory.
+// that take its groups, whichever come first. At a tile's end the PARTS sums meet in shared memory, counted by barriers.
 //
 // Arithmetic of a group: codes go into the product as they are (subnormal halves, one mask for two; see experts.cuh). A product
 // with constant A gives -8 times the sum of the tokens' columns, from which the sums of the group start; a fused multiply-add
@@ -25,6 +25,9 @@
 #include "async.cuh"
 #include "experts.cuh"
 
+// A warp's group of a tile behind which the tile before ends, or 0: a tile ends with its own last group. It gains 2 to 4 % where two
+// tiles of tokens make products the longer part, and costs as much elsewhere.
+#define LATE (TILES == 1 ? 0 : SWIGLU ? 2 : 1)
 #define WARPS (ROWS * PARTS)
 #define WEIGHT_BYTES (ROWS * TOGETHER * GROUP_BYTES)
 #define PIECE_BYTES (TILES * 1024)
@@ -237,11 +240,9 @@ DEVICE void write(const Args &p, float4 c, u32 first, u32 count, u32 strip, int 
 #endif
 }
 
-// A tile's end: the sums of the warps over groups meet, pairs first.
-DEVICE void finish(const Args &p, const float (&total)[4][TILES][4], u32 room, u32 first, u32 count, u32 strip) {
+// A warp's sums of a tile for the others.
+DEVICE void leave(const float (&total)[4][TILES][4], u32 room) {
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, r = warp % ROWS, s = warp / ROWS;
-    // Everyone has read the last tile's sums.
-    meet(1, 32 * WARPS);
 #pragma unroll
     for (int i = 0; i < 4; i++)
 #pragma unroll
@@ -250,26 +251,34 @@ DEVICE void finish(const Args &p, const float (&total)[4][TILES][4], u32 room, u
             store_words(room + (s * SUMS + (r * 4 + i) * TILES + j) * 512 + 16 * lane,
                         make_uint4(__float_as_uint(t[0]), __float_as_uint(t[1]), __float_as_uint(t[2]), __float_as_uint(t[3])));
         }
-    meet(1, 32 * WARPS);
+}
+
+DEVICE float4 part_at(u32 address) {
+    const uint4 w = shared_words(address);
+    return make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));
+}
+
+// The sum of COUNT parts from `first` on, pairs first.
+template <int COUNT>
+DEVICE float4 sum_of(u32 first) {
+    if constexpr (COUNT == 1) {
+        return part_at(first);
+    } else {
+        const float4 a = sum_of<COUNT / 2>(first), b = sum_of<COUNT / 2>(first + COUNT / 2 * SUMS * 512);
+        return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+    }
+}
+
+// A tile's end, in each warp a share: the sums of the warps over groups meet.
+DEVICE void finish(const Args &p, u32 room, uint4 head) {
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
 #pragma unroll 1
     for (int v = warp; v < SUMS; v += WARPS) {
         const int j = v % TILES;
-        if (8 * j >= (int)count) continue;
-        float4 part[PARTS];
-#pragma unroll
-        for (int k = 0; k < PARTS; k++) {
-            const uint4 w = shared_words(room + (k * SUMS + v) * 512 + 16 * lane);
-            part[k] = make_float4(__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w));
-        }
-#pragma unroll
-        for (int d = 1; d < PARTS; d *= 2)
-#pragma unroll
-            for (int k = 0; k + d < PARTS; k += 2 * d) {
-                part[k].x += part[k + d].x, part[k].y += part[k + d].y;
-                part[k].z += part[k + d].z, part[k].w += part[k + d].w;
-            }
-        const float4 c = make_float4(part[0].x * WEIGHT, part[0].y * WEIGHT, part[0].z * WEIGHT, part[0].w * WEIGHT);
-        write(p, c, first, count, strip, v / TILES / 4, v / TILES % 4, j);
+        if (8 * j >= (int)head.y) continue;
+        const float4 sum = sum_of<PARTS>(room + v * 512 + 16 * lane);
+        write(p, make_float4(sum.x * WEIGHT, sum.y * WEIGHT, sum.z * WEIGHT, sum.w * WEIGHT), head.x, head.y, head.z, v / TILES / 4,
+              v / TILES % 4, j);
     }
 }
 
@@ -278,7 +287,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 128, 1) experts(const 
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     const u32 base = (shared_address(dynamic) + 127) & ~127u, room = base + STAGES * STAGE_BYTES;
     const u32 full = room + SUM_BYTES, empty = full + 8 * STAGES, header = empty + 8 * STAGES;
+    // A tile's sums are all there; and have all been read.
+    const u32 ready = header + 16 * STAGES, done = ready + 8;
     if (threadIdx.x == 0) {
+        barrier_init(ready, WARPS), barrier_init(done, WARPS);
 #pragma unroll 1
         for (int i = 0; i < STAGES; i++) {
             barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, ROWS * TOGETHER);
@@ -306,10 +318,19 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 128, 1) experts(const 
         // This warp's first blocks in a stage, of the rows g and g + 8 of an A tile.
         const u32 low = k * GROUP_BYTES + (SWIGLU ? (r >> 1) * TOGETHER * GROUP_BYTES + (r & 1) * 4 * BLOCK_BYTES : r * TOGETHER * GROUP_BYTES);
         const u32 high = low + (SWIGLU ? ROWS / 2 * TOGETHER * GROUP_BYTES : BLOCK_BYTES);
+        // A tile ends behind a group of the next one (LATE), so that few warps wait for others.
+        const int late = s + min_of(LATE - 1, p.groups / PARTS - 1) * PARTS;
+        uint4 head = make_uint4(0, 0, 0, 0);
+        const auto end_tile = [&](int n, uint4 of) {
+            barrier_wait(ready, n & 1);
+            finish(p, room, of);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(done);
+        };
 #pragma unroll 1
         for (int n = 0; n < tiles; n++) {
             float total[4][TILES][4] = {};
-            uint4 head = make_uint4(0, 0, 0, 0);
+            const uint4 before = head;
 #pragma unroll 1
             for (int q = s; q < p.groups; q += PARTS) {
                 const u32 stage = n * per + q / TOGETHER, slot = stage % STAGES, at = base + slot * STAGE_BYTES;
@@ -320,8 +341,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS + 128, 1) experts(const 
                 multiply(total, at + low, at + high, at + WEIGHT_BYTES + 2 * k * PIECE_BYTES, head.y > 8);
                 __syncwarp();
                 if (lane == 0) barrier_arrive(empty + 8 * slot);
+                if (LATE && n > 0 && q == late) end_tile(n - 1, before);
             }
-            finish(p, total, room, head.x, head.y, head.z);
+            if (n > 0) barrier_wait(done, (n - 1) & 1);
+            leave(total, room);
+            __syncwarp();
+            if (lane == 0) barrier_arrive(ready);
+            if (!LATE) end_tile(n, head);
         }
+        if (LATE && tiles > 0) end_tile(tiles - 1, head);
     }
 }

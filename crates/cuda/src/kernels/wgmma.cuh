@@ -13,8 +13,10 @@ DEVICE void products_done() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// Descriptor of `b` at a shared address; 16 columns of `a` further are 2 more.
-DEVICE u64 describe(u32 address) { return (u64)((address & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62; }
+// Descriptor of `b` at a shared address; 16 columns of `a` further are 2 more. Its lower word alone moves with the address.
+DEVICE u32 describe_low(u32 address) { return (address & 0x3ffff) >> 4 | 1u << 16; }
+DEVICE u64 describe_at(u32 low) { return (u64)low | 64ull << 32 | 1ull << 62; }
+DEVICE u64 describe(u32 address) { return describe_at(describe_low(address)); }
 
 // ACROSS: `b` is stored depth by columns, 64 of them in a piece; 16 rows of the depth further are 128 more.
 // Its pieces of 64 columns are `apart` bytes from each other.
@@ -73,6 +75,7 @@ WARPGROUP_PRODUCT(32, LIST_16, "16", "17", "18", "19", "20", "21", "22", C16(0))
 WARPGROUP_PRODUCT(48, LIST_24, "24", "25", "26", "27", "28", "29", "30", C16(0), C8(16))
 WARPGROUP_PRODUCT(56, LIST_28, "28", "29", "30", "31", "32", "33", "34", C16(0), C8(16), C4(24))
 WARPGROUP_PRODUCT(64, LIST_32, "32", "33", "34", "35", "36", "37", "38", C32(0))
+WARPGROUP_PRODUCT(80, LIST_40, "40", "41", "42", "43", "44", "45", "46", C32(0), C8(32))
 WARPGROUP_PRODUCT(96, LIST_48, "48", "49", "50", "51", "52", "53", "54", C32(0), C16(32))
 WARPGROUP_PRODUCT(112, LIST_56, "56", "57", "58", "59", "60", "61", "62", C32(0), C16(32), C8(48))
 WARPGROUP_PRODUCT(120, LIST_60, "60", "61", "62", "63", "64", "65", "66", C32(0), C16(32), C8(48), C4(56))
