@@ -5,7 +5,8 @@
 //! in f32.
 //!
 //! Chain of 288 experts, 8 a row, 4096 wide, slices of 1024 features, in per cent of the read rate at 1, 3, 8 and 24 rows: the
-//! products of [`super::gemm`] 38, 52, 55, 56; these 68, 86, 90, 94 (launches set up early: 68, 86, 84, 70). See `benches/records/h200-experts.md`.
+//! products of [`super::gemm`] 38, 52, 55, 56; these, set up early, 68, 86, 84, 70; set up when the launch in front has ended, 90 at 8
+//! and 94 at 24. See `benches/records/h200-experts.md`.
 
 use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::Result;
