@@ -32,7 +32,7 @@ impl LocalServer {
         let loaded = prepared.load()?;
         let listener = bind(Some("127.0.0.1"), 0)?;
         let url = format!("http://{}", listener.local_addr().context("the server has no address")?);
-        let runtime = runtime()?;
+        let runtime = runtime(&options.media_domains)?;
         let (stop, stopped) = oneshot::channel::<()>();
         let thread = std::thread::spawn(move || {
             let engine = Arc::clone(&loaded.engine);

@@ -2,6 +2,7 @@
 
 use std::{
     io::Write as _,
+    num::NonZero,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -170,11 +171,12 @@ impl Prepared {
     }
 }
 
-/// Threads of a server.
-pub(super) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
+/// Threads of a server that may fetch pictures of these hosts.
+pub(super) fn runtime(hosts: &[String]) -> anyhow::Result<tokio::runtime::Runtime> {
+    let cores = std::thread::available_parallelism().map_or(1, NonZero::get);
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
-        .max_blocking_threads(BLOCKING)
+        .max_blocking_threads(if hosts.is_empty() { cores.clamp(2, BLOCKING) } else { BLOCKING })
         .enable_all()
         .build()
         .context("cannot start the threads of connections")
@@ -182,7 +184,7 @@ pub(super) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
 
 fn serve(mut settings: Settings, config: ServeConfig) -> anyhow::Result<()> {
     let prepared = Prepared::open(&mut settings, config)?;
-    let (runtime, config) = (runtime()?, &prepared.config);
+    let (runtime, config) = (runtime(&prepared.config.options.media_domains)?, &prepared.config);
     if config.headless {
         tracing::warn!("--headless: on the CPU rank 0 computes alone; this process only waits for the signal to stop");
         return Ok(runtime.block_on(glimmer_server::serve::stop_signal())?);
@@ -214,7 +216,8 @@ fn tls(_config: &ServeConfig) -> anyhow::Result<Option<Tls>> {
 
 /// Threads for connections. Requests are prepared elsewhere, so these only move bytes.
 const WORKERS: usize = 2;
-/// Threads for templates, pictures and grammars; each may hold a picture's pixels.
+/// Most threads for bodies, templates, pictures and grammars. They compute, so more than cores gain nothing, and each keeps the
+/// memory of the largest body that it has met; only where they wait for other hosts' pictures does it take all of them.
 const BLOCKING: usize = 16;
 
 /// The model; with `--load-format dummy` the files of its directory and weights that are made when they are loaded.
