@@ -95,8 +95,9 @@ pub struct AnswerState<'a> {
 
 /// Where tokens become text.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "a box would be one more place to fetch for every token")]
 enum Text<'a> {
-    Parsed(Option<Box<OutputParser<'a>>>),
+    Parsed(Option<OutputParser<'a>>),
     Plain(Detokenizer<'a>),
 }
 
@@ -107,8 +108,7 @@ impl<'a> AnswerState<'a> {
         let text = if rules.is_plain() {
             Text::Plain(tokenizer.detokenizer(rules.skip_special))
         } else {
-            let parser = OutputParser::new(tokenizer, &rules.schemas, rules.parse, rules.start);
-            Text::Parsed(Some(Box::new(parser)))
+            Text::Parsed(Some(OutputParser::new(tokenizer, &rules.schemas, rules.parse, rules.start)))
         };
         let filter = (!rules.stop.is_empty())
             .then(|| StopFilter::new(tokenizer, &rules.stop, rules.include_stop, rules.skip_special));

@@ -18,12 +18,13 @@ use crate::chat::job::{children, constrained, group};
 use crate::chat::request::check_model;
 use crate::chat::stream::first_error;
 use crate::chat::whole::stop_reason;
+use crate::engine::Parcel;
 use crate::error::{ApiError, Dialect};
 use crate::fields::{Fields, Problems, parse_object};
 use crate::frames::{Frames, Produced};
 use crate::json::Json;
 use crate::logprobs::{CompletionLogprobs, TokenNames};
-use crate::run::Run;
+use crate::run::{BATCH, Run};
 use crate::sampling::{Common, check_vocabulary, top_count};
 use crate::usage::Usage;
 
@@ -64,11 +65,10 @@ pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Re
     if !plan.stream {
         return Ok(estimate.stamp(whole(&app, &plan, run).await?));
     }
-    let mut batch = Vec::new();
-    run.wait_for(app.options.keep_alive, &mut batch).await?;
-    first_error(&batch)?;
-    let body = Produced::new(|frames| stream(app, plan, run, batch, frames));
-    Ok(estimate.stamp(crate::event_stream(body.boxed())))
+    let first = run.wait_for(app.options.keep_alive).await?;
+    first_error(first.as_ref())?;
+    let body = Produced::new(|frames| stream(app, plan, run, first, frames));
+    Ok(estimate.stamp(crate::event_stream(body)))
 }
 
 fn read(map: &Map<String, Value>, app: &App, request_id: Option<&str>) -> Result<(Plan, Vec<Request>), ApiError> {
@@ -302,14 +302,11 @@ impl Choice<'_> {
 
 async fn whole(app: &App, plan: &Plan, mut run: Run) -> Result<Response<Body>, ApiError> {
     let mut choices = plan.choices(app);
-    let mut batch = Vec::new();
     let mut prompt_logprobs: Vec<Option<Vec<Option<Logprobs>>>> = vec![None; choices.len()];
     while run.open() > 0 {
-        run.wait(&mut batch).await?;
-        for (index, mut event) in batch.drain(..) {
-            plan.feed(app, &mut run, index, &event, &mut choices)?;
-            prompt_logprobs[index] = event.prompt_logprobs.take().or(prompt_logprobs[index].take());
-        }
+        let (index, mut event) = run.wait().await?;
+        plan.feed(app, &mut run, index, &event, &mut choices)?;
+        prompt_logprobs[index] = event.prompt_logprobs.take().or(prompt_logprobs[index].take());
     }
     let mut body = Vec::new();
     let mut json = Json::new(&mut body);
@@ -332,16 +329,17 @@ async fn whole(app: &App, plan: &Plan, mut run: Run) -> Result<Response<Body>, A
     Ok(crate::json_response(body))
 }
 
-async fn stream(app: Arc<App>, plan: Plan, mut run: Run, mut batch: Vec<(usize, TokenEvent)>, mut frames: Frames) {
+async fn stream(app: Arc<App>, plan: Plan, mut run: Run, mut next: Option<Parcel>, mut frames: Frames) {
     let mut choices = plan.choices(&app);
     let mut head = Vec::new();
     let mut json = Json::new(&mut head);
     json.raw("data: {\"id\":").text(&plan.id).raw(",\"object\":\"text_completion\",\"created\":").number(plan.created);
     json.raw(",\"model\":").text(app.served_name()).raw(",\"choices\":[");
-    let mut out = Vec::with_capacity(1 << 10);
     let mut failure = None;
     loop {
-        for (index, event) in batch.drain(..) {
+        for _ in 0..BATCH {
+            let Some((index, event)) = next.take().map(Parcel::open) else { break };
+            next = run.ready();
             let first = !choices[index].begun;
             if choices[index].state.ending.is_some() {
                 continue;
@@ -356,8 +354,9 @@ async fn stream(app: Arc<App>, plan: Plan, mut run: Run, mut batch: Vec<(usize, 
                     let visible = !choice.text.is_empty() || !choice.ids.is_empty() || !choice.logprobs.is_empty();
                     let full = first || choice.held >= app.options.stream_interval;
                     if ended || (visible && full) {
+                        let out = frames.out();
                         out.extend_from_slice(&head);
-                        let mut json = Json::new(&mut out);
+                        let mut json = Json::new(out);
                         choice.write(index, &plan, &mut json);
                         json.raw("]");
                         if plan.continuous_usage {
@@ -372,31 +371,33 @@ async fn stream(app: Arc<App>, plan: Plan, mut run: Run, mut batch: Vec<(usize, 
         if failure.is_some() || run.open() == 0 {
             break;
         }
-        if !out.is_empty() {
-            let next = Vec::with_capacity(out.len());
-            frames.send(Bytes::from(std::mem::replace(&mut out, next))).await;
+        if frames.send().await.is_err() {
+            return;
         }
-        match run.wait_for(app.options.keep_alive, &mut batch).await {
-            Ok(true) => {}
-            Ok(false) => out.extend_from_slice(b": keep-alive\n\n"),
-            Err(error) => {
-                failure = Some(error);
-                break;
+        if next.is_none() {
+            match run.wait_for(app.options.keep_alive).await {
+                Ok(None) => frames.out().extend_from_slice(b": keep-alive\n\n"),
+                Ok(event) => next = event,
+                Err(error) => {
+                    failure = Some(error);
+                    break;
+                }
             }
         }
     }
+    let out = frames.out();
     if let Some(error) = failure {
         out.extend_from_slice(b"data: ");
-        error.write(Dialect::OpenAi, &mut out);
+        error.write(Dialect::OpenAi, out);
         out.extend_from_slice(b"\n\n");
     } else if plan.include_usage {
         out.extend_from_slice(&head);
-        let mut json = Json::new(&mut out);
+        let mut json = Json::new(out);
         json.raw("],\"usage\":");
         plan.usage(&app, &run, &choices).write(&mut json, false);
         json.raw("}\n\n");
     }
     out.extend_from_slice(b"data: [DONE]\n\n");
     drop(run);
-    frames.send(Bytes::from(out)).await;
+    frames.finish();
 }

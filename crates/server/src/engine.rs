@@ -8,7 +8,7 @@ use std::fmt;
 use std::sync::Arc;
 
 use glimmer_engine::constraint::{Constraint, Grammars};
-use glimmer_engine::request::{Request, TokenEvent};
+use glimmer_engine::request::{Request, Token, TokenEvent};
 use glimmer_text::ChatFormat;
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -55,19 +55,71 @@ impl From<Request> for Asked {
 #[derive(Clone, Debug)]
 pub struct EventSender {
     choice: usize,
-    channel: UnboundedSender<(usize, TokenEvent)>,
+    channel: UnboundedSender<Parcel>,
+}
+
+/// An event on its way to the front end, in as little memory as can be: with a thousand streams none of it was touched lately, and
+/// the most of what an event may carry it hardly ever carries.
+#[derive(Debug)]
+pub struct Parcel {
+    choice: usize,
+    load: Load,
+}
+
+/// Tokens that travel without an allocation.
+const FEW: usize = 4;
+
+#[derive(Debug)]
+enum Load {
+    /// The first so many ids, and nothing else.
+    Ids(u8, [u32; FEW]),
+    Whole(Box<TokenEvent>),
+}
+
+impl Parcel {
+    fn new(choice: usize, event: TokenEvent) -> Self {
+        let plain = event.finish.is_none() && event.prompt_logprobs.is_none() && event.tokens.len() <= FEW;
+        if !plain || event.tokens.iter().any(|token| token.logprobs.is_some()) {
+            return Self { choice, load: Load::Whole(Box::new(event)) };
+        }
+        let mut ids = [0; FEW];
+        ids.iter_mut().zip(&event.tokens).for_each(|(id, token)| *id = token.id);
+        Self { choice, load: Load::Ids(event.tokens.len() as u8, ids) }
+    }
+
+    /// The event, if it carries more than ids.
+    #[must_use]
+    pub fn whole(&self) -> Option<&TokenEvent> {
+        match &self.load {
+            Load::Ids(..) => None,
+            Load::Whole(event) => Some(event),
+        }
+    }
+
+    /// The number of the answer, and its event.
+    #[must_use]
+    pub fn open(self) -> (usize, TokenEvent) {
+        let event = match self.load {
+            Load::Whole(event) => *event,
+            Load::Ids(count, ids) => {
+                let tokens = ids[..usize::from(count)].iter().map(|&id| Token { id, logprobs: None }).collect();
+                TokenEvent { tokens, ..TokenEvent::default() }
+            }
+        };
+        (self.choice, event)
+    }
 }
 
 impl EventSender {
     /// The sender of answer `choice`.
     #[must_use]
-    pub fn new(choice: usize, channel: UnboundedSender<(usize, TokenEvent)>) -> Self {
+    pub fn new(choice: usize, channel: UnboundedSender<Parcel>) -> Self {
         Self { choice, channel }
     }
 
     /// Hands an event over; false when nobody listens any more.
     pub fn send(&self, event: TokenEvent) -> bool {
-        self.channel.send((self.choice, event)).is_ok()
+        self.channel.send(Parcel::new(self.choice, event)).is_ok()
     }
 }
 
@@ -265,6 +317,7 @@ impl GenerationDefaults {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
+    use glimmer_engine::request::{Cost, Finish, FinishReason, Logprobs};
     use serde_json::json;
 
     use super::*;
@@ -277,6 +330,23 @@ mod tests {
             seen.fetch_add(1, Ordering::SeqCst);
         }));
         assert_eq!(count.load(Ordering::SeqCst), 1);
+    }
+
+    #[test]
+    fn events_come_out_of_their_parcels_as_they_went_in() {
+        let token = |id| Token { id, logprobs: None };
+        let plain = |count: u32| TokenEvent { tokens: (0..count).map(token).collect(), ..TokenEvent::default() };
+        let logprobs = Logprobs { id: 3, logprob: -1.0, rank: 1, top: vec![(3, -1.0)] };
+        let finish = Finish { reason: FinishReason::StopToken(7), cost: Cost::default() };
+        let events = (0..10).map(plain).chain([
+            TokenEvent { finish: Some(finish), ..plain(1) },
+            TokenEvent { prompt_logprobs: Some(vec![None]), ..plain(2) },
+            TokenEvent { tokens: vec![token(1), Token { id: 3, logprobs: Some(Box::new(logprobs)) }], ..plain(0) },
+        ]);
+        for event in events {
+            assert_eq!(Parcel::new(5, event.clone()).open(), (5, event));
+        }
+        assert!(size_of::<Parcel>() <= 32);
     }
 
     #[test]

@@ -83,8 +83,8 @@ pub(crate) fn json_response(body: Vec<u8>) -> Response<Body> {
 }
 
 /// A response of server-sent events that no proxy should hold back.
-pub(crate) fn event_stream(body: Body) -> Response<Body> {
-    let mut response = Response::new(body);
+pub(crate) fn event_stream(body: frames::Produced) -> Response<Body> {
+    let mut response = body.into_response();
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));

@@ -17,18 +17,18 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::answer::AnswerState;
 use crate::app::{App, InFlight};
-use crate::engine::{Asked, EventSender, Refusal, Ticket};
+use crate::engine::{Asked, EventSender, Parcel, Refusal, Ticket};
 use crate::error::ApiError;
 use crate::metrics::Meter;
 
-/// Events are taken from the channel in batches of this size.
-const BATCH: usize = 256;
+/// Most events that share a frame.
+pub(crate) const BATCH: usize = 256;
 
 /// A submitted request.
 #[derive(Debug)]
 pub struct Run {
     app: Arc<App>,
-    events: UnboundedReceiver<(usize, TokenEvent)>,
+    events: UnboundedReceiver<Parcel>,
     answers: Vec<Following>,
     open: usize,
     cached_tokens: u32,
@@ -158,49 +158,42 @@ impl Run {
         self.cached_tokens
     }
 
-    /// Waits for events and takes all that are ready.
+    /// Waits for the next event.
     ///
     /// # Errors
     /// When the engine ends without ending the request.
-    pub async fn wait(&mut self, batch: &mut Vec<(usize, TokenEvent)>) -> Result<(), ApiError> {
-        batch.clear();
-        match self.events.recv_many(batch, BATCH).await {
-            0 => Err(ApiError::engine_dead(true)),
-            _ => Ok(()),
-        }
+    pub async fn wait(&mut self) -> Result<(usize, TokenEvent), ApiError> {
+        self.parcel().await.map(Parcel::open)
     }
 
-    /// As [`Run::wait`], for at most `patience`; false if nothing came.
+    async fn parcel(&mut self) -> Result<Parcel, ApiError> {
+        self.events.recv().await.ok_or_else(|| ApiError::engine_dead(true))
+    }
+
+    /// As [`Run::wait`], for at most `patience`; `None` if nothing came.
     ///
     /// # Errors
     /// As [`Run::wait`].
-    pub async fn wait_for(
-        &mut self,
-        patience: Option<Duration>,
-        batch: &mut Vec<(usize, TokenEvent)>,
-    ) -> Result<bool, ApiError> {
+    pub async fn wait_for(&mut self, patience: Option<Duration>) -> Result<Option<Parcel>, ApiError> {
         // Most of the time something is there already, and then no timer is set.
-        batch.clear();
-        while batch.len() < BATCH {
-            match self.events.try_recv() {
-                Ok(event) => batch.push(event),
-                Err(_) => break,
-            }
+        if let Some(event) = self.ready() {
+            return Ok(Some(event));
         }
-        if !batch.is_empty() {
-            return Ok(true);
-        }
-        let Some(patience) = patience else { return self.wait(batch).await.map(|()| true) };
+        let Some(patience) = patience else { return self.parcel().await.map(Some) };
         let silence = self.silence.get_or_insert_with(|| Silence::new(patience));
         silence.since = Instant::now();
         let events = &mut self.events;
-        poll_fn(|context| {
-            if let Poll::Ready(count) = events.poll_recv_many(context, batch, BATCH) {
-                return Poll::Ready(if count == 0 { Err(ApiError::engine_dead(true)) } else { Ok(true) });
-            }
-            silence.poll(patience, context).map(|()| Ok(false))
+        poll_fn(|context| match events.poll_recv(context) {
+            Poll::Ready(Some(parcel)) => Poll::Ready(Ok(Some(parcel))),
+            Poll::Ready(None) => Poll::Ready(Err(ApiError::engine_dead(true))),
+            Poll::Pending => silence.poll(patience, context).map(|()| Ok(None)),
         })
         .await
+    }
+
+    /// The next event, if it is there already.
+    pub fn ready(&mut self) -> Option<Parcel> {
+        self.events.try_recv().ok()
     }
 
     /// Feeds an event to its answer; returns how many of its tokens count. An answer that has ended gets no more.

@@ -2,8 +2,6 @@
 
 use std::sync::Arc;
 
-use bytes::Bytes;
-use glimmer_engine::request::TokenEvent;
 use glimmer_text::Event;
 
 use crate::answer::{AnswerState, Ending};
@@ -11,8 +9,10 @@ use crate::app::App;
 use crate::chat::job::{Plan, Submitted};
 use crate::chat::stream::first_error;
 use crate::chat::whole::usage;
+use crate::engine::Parcel;
 use crate::error::ApiError;
 use crate::frames::{Frames, Produced};
+use crate::run::{BATCH, Run};
 use crate::usage::Usage;
 
 /// How an API writes its events.
@@ -39,57 +39,58 @@ pub async fn respond(
     wire: impl Wire,
 ) -> Result<axum::http::Response<axum::body::Body>, ApiError> {
     let Submitted { plan, mut run } = submitted;
-    let mut batch = Vec::new();
-    run.wait_for(app.options.keep_alive, &mut batch).await?;
-    first_error(&batch)?;
-    let body = Produced::new(|frames| produce(app, plan, run, batch, frames, wire));
-    Ok(crate::event_stream(body.boxed()))
+    let first = run.wait_for(app.options.keep_alive).await?;
+    first_error(first.as_ref())?;
+    let body = Produced::new(|frames| produce(app, plan, run, first, frames, wire));
+    Ok(crate::event_stream(body))
 }
 
 async fn produce(
     app: Arc<App>,
     plan: Plan,
-    mut run: crate::run::Run,
-    mut batch: Vec<(usize, TokenEvent)>,
+    mut run: Run,
+    mut next: Option<Parcel>,
     mut frames: Frames,
     mut wire: impl Wire,
 ) {
     let mut state = AnswerState::new(app.model.format.tokenizer(), &plan.rules);
-    let mut out = Vec::with_capacity(1 << 10);
     let mut events = Vec::new();
-    wire.begin(&mut out);
+    wire.begin(frames.out());
     let failure = 'stream: loop {
-        for (choice, event) in batch.drain(..) {
+        for _ in 0..BATCH {
+            let Some((choice, event)) = next.take().map(Parcel::open) else { break };
             if let Err(error) = run.feed(choice, &event, &mut state, &mut events) {
                 break 'stream Some(error);
             }
             for event in events.drain(..) {
-                wire.event(&event, &mut out);
+                wire.event(&event, frames.out());
             }
+            next = run.ready();
         }
         if run.open() == 0 {
             break None;
         }
-        if !out.is_empty() {
-            let next = Vec::with_capacity(out.len());
-            frames.send(Bytes::from(std::mem::replace(&mut out, next))).await;
+        if frames.send().await.is_err() {
+            return;
         }
-        match run.wait_for(app.options.keep_alive, &mut batch).await {
-            Ok(true) => {}
-            Ok(false) => wire.keep_alive(&mut out),
-            Err(error) => break Some(error),
+        if next.is_none() {
+            match run.wait_for(app.options.keep_alive).await {
+                Ok(None) => wire.keep_alive(frames.out()),
+                Ok(event) => next = event,
+                Err(error) => break Some(error),
+            }
         }
     };
     match (&failure, &state.ending) {
         (None, Some(ending)) => {
-            let usage = usage(&app, &plan, &run, std::slice::from_ref(&state));
-            wire.end(ending, usage, &mut out);
+            let usage = usage(&app, &plan, &run, std::iter::once(&state));
+            wire.end(ending, usage, frames.out());
         }
-        (Some(error), _) => wire.failed(error, &mut out),
-        (None, None) => wire.failed(&ApiError::internal(), &mut out),
+        (Some(error), _) => wire.failed(error, frames.out()),
+        (None, None) => wire.failed(&ApiError::internal(), frames.out()),
     }
     drop(run);
-    frames.send(Bytes::from(out)).await;
+    frames.finish();
 }
 
 /// Appends `event: <name>`, `data: <text>` and the empty line.

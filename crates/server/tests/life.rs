@@ -9,6 +9,7 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
+use glimmer_engine::request::FinishReason;
 use glimmer_server::app::Options;
 use glimmer_server::engine::Status;
 use glimmer_server::scripted::{End, Script};
@@ -196,6 +197,104 @@ async fn many_streams_at_once_all_end() {
     }
     listening.server.app.idle().await;
     assert_eq!((listening.server.engine.running(), listening.server.engine.aborted()), (0, 0));
+}
+
+/// Splits the bytes of one answer of chunks: head, chunks, and what follows.
+fn split(bytes: &[u8]) -> (String, Vec<String>, &[u8]) {
+    let line = |rest: &[u8], end: &[u8]| rest.windows(end.len()).position(|part| part == end).unwrap();
+    let head = line(bytes, b"\r\n\r\n");
+    let (mut rest, mut chunks) = (&bytes[head + 4..], Vec::new());
+    loop {
+        let digits = line(rest, b"\r\n");
+        let length = usize::from_str_radix(std::str::from_utf8(&rest[..digits]).unwrap(), 16).unwrap();
+        let chunk = &rest[digits + 2..][..length];
+        assert_eq!(&rest[digits + 2 + length..][..2], b"\r\n");
+        rest = &rest[digits + 4 + length..];
+        if length == 0 {
+            return (String::from_utf8(bytes[..head].to_vec()).unwrap(), chunks, rest);
+        }
+        chunks.push(String::from_utf8(chunk.to_vec()).unwrap());
+    }
+}
+
+/// A paced answer goes past hyper; what is before and behind it on the same connection does not.
+#[tokio::test]
+async fn a_connection_serves_streams_and_others_in_any_order() {
+    let mut script = script("a</think>b c d e");
+    script.pace = Duration::from_millis(5);
+    let listening = Listening::start(Server::new(options(), move |_| Ok(script.clone())));
+    let request = |version: &str, stream: bool, last: bool| {
+        let body = json!({"messages": user("x"), "stream": stream}).to_string();
+        let close = if last { "connection: close\r\n" } else { "" };
+        format!(
+            "POST /v1/chat/completions HTTP/{version}\r\nhost: x\r\n{close}content-type: application/json\r\n\
+             content-length: {}\r\n\r\n{body}",
+            body.len()
+        )
+    };
+    let mut read = Vec::new();
+    let mut socket = TcpStream::connect(("127.0.0.1", listening.port)).await.unwrap();
+    // The second and the third request are sent while the first one is answered.
+    for (stream, last) in [(true, false), (true, false), (false, true)] {
+        socket.write_all(request("1.1", stream, last).as_bytes()).await.unwrap();
+    }
+    socket.read_to_end(&mut read).await.unwrap();
+    let (first, second, rest) = {
+        let (head, first, rest) = split(&read);
+        assert!(head.contains("transfer-encoding: chunked"), "{head}");
+        let (_, second, rest) = split(rest);
+        (first.concat(), second.concat(), String::from_utf8(rest.to_vec()).unwrap())
+    };
+    assert!(rest.starts_with("HTTP/1.1 200") && rest.contains("\"content\":\"b c d e\""), "{rest}");
+    for text in [&first, &second] {
+        assert!(text.ends_with("data: [DONE]\n\n") && text.matches("\"content\":").count() >= 4, "{text}");
+    }
+    // Without chunks the answer ends with its connection.
+    let mut old = TcpStream::connect(("127.0.0.1", listening.port)).await.unwrap();
+    old.write_all(request("1.0", true, false).as_bytes()).await.unwrap();
+    let mut text = String::new();
+    old.read_to_string(&mut text).await.unwrap();
+    let (head, body) = text.split_once("\r\n\r\n").unwrap();
+    assert!(
+        !head.contains("chunked") && body.starts_with("data: ") && body.ends_with("\n\ndata: [DONE]\n\n"),
+        "{text}"
+    );
+    assert_eq!(body.matches("data: ").count(), first.matches("data: ").count());
+    assert_eq!(listening.server.engine.aborted(), 0);
+}
+
+/// A client that does not read holds back its own stream only, and gets all of it later.
+#[tokio::test]
+async fn a_slow_client_gets_everything() {
+    const TOKENS: usize = 6000;
+    const ANSWERS: usize = 4;
+    let steps: Vec<Vec<u32>> = std::iter::repeat_n(vec![tokens("x")[0]], TOKENS).collect();
+    let script =
+        Script { steps, first: Duration::from_millis(20), end: End::Finish(FinishReason::Length), ..script("") };
+    let listening = Listening::start(Server::new(options(), move |_| Ok(script.clone())));
+    let body = json!({"prompt": "x", "max_tokens": TOKENS, "n": ANSWERS, "stream": true, "logprobs": 5});
+    let mut slow = listening.send("/v1/completions", &body).await;
+    let (mut read, mut buffer) = (Vec::new(), vec![0; 64 << 10]);
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(listening.server.app.in_flight(), 1, "the answers are too long for the socket");
+    assert!(listening.get("/health").await.starts_with("HTTP/1.1 200"));
+    while !read.ends_with(b"\r\n0\r\n\r\n") {
+        let count = tokio::time::timeout(Duration::from_secs(60), slow.read(&mut buffer)).await.unwrap().unwrap();
+        assert!(count > 0 && (!read.is_empty() || buffer.starts_with(b"HTTP/1.1 200")));
+        read.extend_from_slice(&buffer[..count]);
+    }
+    let (_, chunks, rest) = split(&read);
+    assert!(rest.is_empty());
+    let text = chunks.concat();
+    assert!(text.ends_with("data: [DONE]\n\n"));
+    let length = |(at, key): (usize, &str)| text[at + key.len()..].find('"').unwrap();
+    assert_eq!(text.match_indices("\"text\":\"").map(length).sum::<usize>(), TOKENS * ANSWERS);
+    // One that goes without reading is an abort.
+    let mut gone = listening.send("/v1/completions", &body).await;
+    gone.read_exact(&mut [0]).await.unwrap();
+    drop(gone);
+    listening.server.app.idle().await;
+    assert_eq!((listening.server.engine.running(), listening.server.engine.aborted()), (0, 0), "all was played");
 }
 
 /// A device that is lost in a step: what runs gets 500, `/health` and new requests 503, and the server ends with an error.

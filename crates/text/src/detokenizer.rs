@@ -26,6 +26,11 @@ impl<'a> Detokenizer<'a> {
             return;
         }
         let Some(bytes) = self.tokenizer.token_bytes(id) else { return };
+        if self.pending.is_empty() {
+            let taken = take_complete(bytes, out);
+            self.pending.extend_from_slice(&bytes[taken..]);
+            return;
+        }
         self.pending.extend_from_slice(bytes);
         let taken = take_complete(&self.pending, out);
         self.pending.drain(..taken);

@@ -62,10 +62,16 @@ impl Connection {
     /// Waits at most `patience` for the answer to begin.
     pub(super) fn head_within(&mut self, patience: Duration) -> io::Result<Option<Head>> {
         self.reader.get_ref().set_read_timeout(Some(patience))?;
-        let begun = match self.reader.fill_buf() {
-            Ok(_) => true,
-            Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => false,
-            Err(error) => return Err(error),
+        let begun = loop {
+            match self.reader.fill_buf() {
+                Ok(_) => break true,
+                Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut) => {
+                    break false;
+                }
+                // Reads that have a time limit are interrupted when the process is stopped and goes on.
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
         };
         self.reader.get_ref().set_read_timeout(Some(PATIENCE))?;
         begun.then(|| self.head()).transpose()

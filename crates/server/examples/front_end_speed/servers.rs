@@ -66,7 +66,8 @@ pub(crate) fn start_bare(engine: Stepping, template: Request, frame: &'static [u
                         let _ticket = engine.submit(request.into(), EventSender::new(0, sender)).unwrap();
                         // In the place of the event that opens an answer.
                         stream.write_all(frame).await.unwrap();
-                        while let Some((_, event)) = events.recv().await {
+                        while let Some(parcel) = events.recv().await {
+                            let (_, event) = glimmer_server::engine::Parcel::open(parcel);
                             stream.write_all(frame).await.unwrap();
                             if event.finish.is_some() {
                                 stream.write_all(b"0\r\n\r\n").await.unwrap();

@@ -8,19 +8,19 @@ use std::sync::Arc;
 
 use axum::body::Body;
 use axum::http::Response;
-use bytes::Bytes;
-use glimmer_engine::request::{Token, TokenEvent};
+use glimmer_engine::request::{FinishReason, Token, TokenEvent};
 use glimmer_text::Event;
 
 use super::job::{Plan, Submitted};
 use super::whole::{stop_reason, tool_call_id, usage};
 use crate::answer::AnswerState;
 use crate::app::App;
+use crate::engine::Parcel;
 use crate::error::{ApiError, Dialect};
 use crate::frames::{Frames, Produced};
 use crate::json::Json;
 use crate::logprobs::TokenNames;
-use crate::run::Run;
+use crate::run::{BATCH, Run};
 
 /// Answers the request with a stream.
 ///
@@ -28,21 +28,19 @@ use crate::run::Run;
 /// What happens before the first output.
 pub async fn respond(app: Arc<App>, submitted: Submitted) -> Result<Response<Body>, ApiError> {
     let Submitted { plan, mut run } = submitted;
-    let mut batch = Vec::new();
-    run.wait_for(app.options.keep_alive, &mut batch).await?;
-    first_error(&batch)?;
-    let body = Produced::new(|frames| produce(app, plan, run, batch, frames));
-    Ok(crate::event_stream(body.boxed()))
+    let first = run.wait_for(app.options.keep_alive).await?;
+    first_error(first.as_ref())?;
+    let body = Produced::new(|frames| produce(app, plan, run, first, frames));
+    Ok(crate::event_stream(body))
 }
 
 /// A failure that nothing precedes is still an HTTP error.
 ///
 /// # Errors
 /// That failure.
-pub fn first_error(batch: &[(usize, TokenEvent)]) -> Result<(), ApiError> {
-    use glimmer_engine::request::FinishReason;
-    match batch.first() {
-        Some((_, TokenEvent { tokens, finish: Some(finish), .. })) if tokens.is_empty() => match &finish.reason {
+pub fn first_error(first: Option<&Parcel>) -> Result<(), ApiError> {
+    match first.and_then(Parcel::whole) {
+        Some(TokenEvent { tokens, finish: Some(finish), .. }) if tokens.is_empty() => match &finish.reason {
             FinishReason::Error(error) => Err(error.into()),
             _ => Ok(()),
         },
@@ -50,48 +48,49 @@ pub fn first_error(batch: &[(usize, TokenEvent)]) -> Result<(), ApiError> {
     }
 }
 
-async fn produce(app: Arc<App>, plan: Plan, mut run: Run, mut batch: Vec<(usize, TokenEvent)>, mut frames: Frames) {
-    let tokenizer = app.model.format.tokenizer();
-    let mut states: Vec<AnswerState<'_>> = (0..plan.n).map(|_| AnswerState::new(tokenizer, &plan.rules)).collect();
+async fn produce(app: Arc<App>, plan: Plan, mut run: Run, mut next: Option<Parcel>, mut frames: Frames) {
     let mut writer = Writer::new(&app, &plan);
-    let mut out = Vec::with_capacity(1 << 10);
     let mut failure = None;
     loop {
-        for (choice, event) in batch.drain(..) {
-            if let Err(error) = writer.step(&mut run, choice, event, &mut states, &mut out) {
+        for _ in 0..BATCH {
+            let Some((choice, event)) = next.take().map(Parcel::open) else { break };
+            if let Err(error) = writer.step(&mut run, choice, event, frames.out()) {
                 failure = Some(error);
                 break;
             }
+            next = run.ready();
         }
         if failure.is_some() || run.open() == 0 {
             break;
         }
-        if !out.is_empty() {
-            let next = Vec::with_capacity(out.len());
-            frames.send(Bytes::from(std::mem::replace(&mut out, next))).await;
+        if frames.send().await.is_err() {
+            return;
         }
-        match run.wait_for(app.options.keep_alive, &mut batch).await {
-            Ok(true) => {}
-            Ok(false) => out.extend_from_slice(b": keep-alive\n\n"),
-            Err(error) => {
-                failure = Some(error);
-                break;
+        if next.is_none() {
+            match run.wait_for(app.options.keep_alive).await {
+                Ok(None) => frames.out().extend_from_slice(b": keep-alive\n\n"),
+                Ok(event) => next = event,
+                Err(error) => {
+                    failure = Some(error);
+                    break;
+                }
             }
         }
     }
+    let out = frames.out();
     match failure {
         Some(error) => {
             out.extend_from_slice(b"data: ");
-            error.write(Dialect::OpenAi, &mut out);
+            error.write(Dialect::OpenAi, out);
             out.extend_from_slice(b"\n\n");
         }
-        None if plan.include_usage => writer.usage(&run, &states, &mut out),
+        None if plan.include_usage => writer.usage(&run, out),
         None => {}
     }
     out.extend_from_slice(b"data: [DONE]\n\n");
     // The engine's resources are free before the client knows that the answer is complete.
     drop(run);
-    frames.send(Bytes::from(out)).await;
+    frames.finish();
 }
 
 /// Writes the events of all answers of a request.
@@ -101,13 +100,12 @@ struct Writer<'a> {
     names: TokenNames<'a>,
     /// Everything before the number of the choice.
     head: Vec<u8>,
-    choices: Vec<Choice>,
-    scratch: Vec<Event>,
+    choices: Vec<Choice<'a>>,
 }
 
 /// What a stream keeps of a choice.
-#[derive(Default)]
-struct Choice {
+struct Choice<'a> {
+    state: AnswerState<'a>,
     begun: bool,
     /// Held back until the stream interval is full.
     events: Vec<Event>,
@@ -122,46 +120,45 @@ impl<'a> Writer<'a> {
         json.raw("data: {\"id\":").text(&plan.id).raw(",\"object\":\"chat.completion.chunk\",\"created\":");
         json.number(plan.created).raw(",\"model\":").text(app.served_name()).raw(",\"choices\":[");
         let names = TokenNames { tokenizer: app.model.format.tokenizer(), as_ids: plan.tokens_as_ids };
-        let choices = (0..plan.n).map(|_| Choice::default()).collect();
-        Self { app, plan, names, head, choices, scratch: Vec::new() }
+        let choice = |_| Choice {
+            state: AnswerState::new(names.tokenizer, &plan.rules),
+            begun: false,
+            events: Vec::new(),
+            tokens: Vec::new(),
+            held: 0,
+        };
+        let choices = (0..plan.n).map(choice).collect();
+        Self { app, plan, names, head, choices }
     }
 
-    fn step(
-        &mut self,
-        run: &mut Run,
-        choice: usize,
-        mut event: TokenEvent,
-        states: &mut [AnswerState<'_>],
-        out: &mut Vec<u8>,
-    ) -> Result<(), ApiError> {
-        let state = &mut states[choice];
-        if state.ending.is_some() {
+    fn step(&mut self, run: &mut Run, index: usize, mut event: TokenEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
+        let choice = &mut self.choices[index];
+        if choice.state.ending.is_some() {
             return Ok(());
         }
-        let hidden = !self.plan.rules.include_reasoning && state.in_reasoning();
-        let counted = run.feed(choice, &event, state, &mut self.choices[choice].events)?;
-        let ended = state.ending.is_some();
-        let held = &mut self.choices[choice];
-        held.held += u32::try_from(counted).unwrap_or(u32::MAX);
+        let hidden = !self.plan.rules.include_reasoning && choice.state.in_reasoning();
+        let counted = run.feed(index, &event, &mut choice.state, &mut choice.events)?;
+        let ended = choice.state.ending.is_some();
+        choice.held += u32::try_from(counted).unwrap_or(u32::MAX);
         if (self.plan.logprobs || self.plan.token_ids) && !hidden {
-            held.tokens.extend(event.tokens.drain(..counted));
+            choice.tokens.extend(event.tokens.drain(..counted));
         }
-        if !held.begun {
-            held.begun = true;
-            self.role(choice, run, states, out);
-        } else if !ended && self.choices[choice].held < self.app.options.stream_interval {
+        if !choice.begun {
+            choice.begun = true;
+            self.role(index, run, out);
+        } else if !ended && choice.held < self.app.options.stream_interval {
             return Ok(());
         }
-        self.choices[choice].held = 0;
-        self.deltas(choice, run, states, out);
+        self.choices[index].held = 0;
+        self.deltas(index, run, out);
         if ended {
-            self.last(choice, run, states, out);
+            self.last(index, run, out);
         }
         Ok(())
     }
 
     /// The event that opens a choice.
-    fn role(&mut self, choice: usize, run: &Run, states: &[AnswerState<'_>], out: &mut Vec<u8>) {
+    fn role(&mut self, choice: usize, run: &Run, out: &mut Vec<u8>) {
         let mut json = self.open(choice, out);
         json.raw("{\"role\":").text(&self.app.options.response_role).raw(",\"content\":\"\"}");
         json.raw(",\"logprobs\":null,\"finish_reason\":null}]");
@@ -170,22 +167,21 @@ impl<'a> Writer<'a> {
                 json.number(u64::from(id));
             });
         }
-        self.close(run, states, out);
+        self.close(run, out);
         if let Some(echo) = &self.plan.echo {
             let mut json = self.open(choice, out);
             json.raw("{\"content\":").text(echo).raw("},\"logprobs\":null,\"finish_reason\":null}]");
-            self.close(run, states, out);
+            self.close(run, out);
         }
     }
 
     /// The held events, each as one event of the stream; token ids and log-probabilities go with the first.
-    fn deltas(&mut self, choice: usize, run: &Run, states: &[AnswerState<'_>], out: &mut Vec<u8>) {
+    fn deltas(&mut self, choice: usize, run: &Run, out: &mut Vec<u8>) {
         let mut events = std::mem::take(&mut self.choices[choice].events);
         let tokens = std::mem::take(&mut self.choices[choice].tokens);
         let mut extras = Some(&tokens).filter(|tokens| !tokens.is_empty());
-        let mut merged = std::mem::take(&mut self.scratch);
-        merge(&mut events, &mut merged);
-        for event in &merged {
+        merge(&mut events);
+        for event in &events {
             let mut json = self.open(choice, out);
             match event {
                 Event::Reasoning(text) => {
@@ -207,18 +203,17 @@ impl<'a> Writer<'a> {
             }
             self.extras(extras.take(), &mut json);
             json.raw(",\"finish_reason\":null}]");
-            self.close(run, states, out);
+            self.close(run, out);
         }
         if let Some(tokens) = extras {
             let mut json = self.open(choice, out);
             json.raw("{}");
             self.extras(Some(tokens), &mut json);
             json.raw(",\"finish_reason\":null}]");
-            self.close(run, states, out);
+            self.close(run, out);
         }
-        // Both lists keep their room for the next step.
-        merged.clear();
-        self.scratch = merged;
+        // The list keeps its room for the next step.
+        events.clear();
         self.choices[choice].events = events;
     }
 
@@ -243,25 +238,25 @@ impl<'a> Writer<'a> {
     }
 
     /// The event that ends a choice.
-    fn last(&mut self, choice: usize, run: &Run, states: &[AnswerState<'_>], out: &mut Vec<u8>) {
-        let Some(ending) = &states[choice].ending else { return };
+    fn last(&mut self, choice: usize, run: &Run, out: &mut Vec<u8>) {
+        let Some(ending) = &self.choices[choice].state.ending else { return };
         let mut json = self.open(choice, out);
         json.raw("{},\"logprobs\":null,\"finish_reason\":").text(ending.reason).raw(",\"stop_reason\":");
         stop_reason(&mut json, ending.stop.as_ref());
         json.raw("}]");
-        self.close(run, states, out);
+        self.close(run, out);
         if self.app.options.log_outputs {
-            let tokens = states[choice].tokens;
+            let tokens = self.choices[choice].state.tokens;
             tracing::info!(id = self.plan.id, choice, tokens, reason = ending.reason, "Generated response");
         }
     }
 
     /// The event with the counts.
-    fn usage(&self, run: &Run, states: &[AnswerState<'_>], out: &mut Vec<u8>) {
+    fn usage(&self, run: &Run, out: &mut Vec<u8>) {
         out.extend_from_slice(&self.head);
         let mut json = Json::new(out);
         json.raw("],\"usage\":");
-        usage(self.app, self.plan, run, states).write(&mut json, false);
+        usage(self.app, self.plan, run, self.choices.iter().map(|choice| &choice.state)).write(&mut json, false);
         json.raw("}\n\n");
     }
 
@@ -272,29 +267,30 @@ impl<'a> Writer<'a> {
         json
     }
 
-    fn close(&self, run: &Run, states: &[AnswerState<'_>], out: &mut Vec<u8>) {
+    fn close(&self, run: &Run, out: &mut Vec<u8>) {
         if self.plan.continuous_usage {
             let mut json = Json::new(out);
             json.raw(",\"usage\":");
-            usage(self.app, self.plan, run, states).write(&mut json, false);
+            usage(self.app, self.plan, run, self.choices.iter().map(|choice| &choice.state)).write(&mut json, false);
         }
         out.extend_from_slice(b"}\n\n");
     }
 }
 
 /// Joins neighbours that say more of the same and leaves the ends of calls out.
-fn merge(events: &mut Vec<Event>, merged: &mut Vec<Event>) {
-    for event in events.drain(..) {
-        match (merged.last_mut(), event) {
-            (_, Event::CallEnd { .. }) => {}
-            (Some(Event::Reasoning(last)), Event::Reasoning(text))
-            | (Some(Event::Content(last)), Event::Content(text)) => last.push_str(&text),
-            (Some(Event::CallArguments { index: last, fragment }), Event::CallArguments { index, fragment: text })
-                if *last == index =>
-            {
-                fragment.push_str(&text);
-            }
-            (_, event) => merged.push(event),
+fn merge(events: &mut Vec<Event>) {
+    events.retain(|event| !matches!(event, Event::CallEnd { .. }));
+    events.dedup_by(|event, last| match (last, event) {
+        (Event::Reasoning(last), Event::Reasoning(text)) | (Event::Content(last), Event::Content(text)) => {
+            last.push_str(text);
+            true
         }
-    }
+        (Event::CallArguments { index: last, fragment }, Event::CallArguments { index, fragment: text })
+            if last == index =>
+        {
+            fragment.push_str(text);
+            true
+        }
+        _ => false,
+    });
 }

@@ -54,20 +54,17 @@ pub async fn collect(app: &App, plan: &Plan, mut run: Run) -> Result<Collected, 
     let mut events: Vec<Vec<Event>> = vec![Vec::new(); plan.n];
     let mut reported: Vec<Vec<Token>> = vec![Vec::new(); plan.n];
     let mut prompt_logprobs = None;
-    let mut batch = Vec::new();
     while run.open() > 0 {
-        run.wait(&mut batch).await?;
-        for (choice, mut event) in batch.drain(..) {
-            prompt_logprobs = event.prompt_logprobs.take().or(prompt_logprobs);
-            let state = &mut states[choice];
-            let hidden = !plan.rules.include_reasoning && state.in_reasoning();
-            let counted = run.feed(choice, &event, state, &mut events[choice])?;
-            if (plan.logprobs || plan.token_ids) && !hidden {
-                reported[choice].extend(event.tokens.drain(..counted));
-            }
+        let (choice, mut event) = run.wait().await?;
+        prompt_logprobs = event.prompt_logprobs.take().or(prompt_logprobs);
+        let state = &mut states[choice];
+        let hidden = !plan.rules.include_reasoning && state.in_reasoning();
+        let counted = run.feed(choice, &event, state, &mut events[choice])?;
+        if (plan.logprobs || plan.token_ids) && !hidden {
+            reported[choice].extend(event.tokens.drain(..counted));
         }
     }
-    let usage = usage(app, plan, &run, &states);
+    let usage = usage(app, plan, &run, states.iter());
     let finished = states.iter_mut().zip(events).zip(reported).map(|((state, events), reported)| {
         let mut answer = Answer::from_events(&events);
         if let Some(echo) = &plan.echo {
@@ -87,12 +84,19 @@ pub async fn collect(app: &App, plan: &Plan, mut run: Run) -> Result<Collected, 
 
 /// Counts of the answers so far.
 #[must_use]
-pub fn usage(app: &App, plan: &Plan, run: &Run, states: &[AnswerState<'_>]) -> Usage {
+pub fn usage<'s, 'a: 's>(
+    app: &App,
+    plan: &Plan,
+    run: &Run,
+    states: impl Iterator<Item = &'s AnswerState<'a>>,
+) -> Usage {
+    let (completion, reasoning) =
+        states.fold((0, 0), |(all, thought), state| (all + state.tokens, thought + state.reasoning_tokens));
     Usage {
         prompt: plan.prompt.len() as u64,
-        completion: states.iter().map(|state| state.tokens).sum(),
+        completion,
         cached: app.options.prompt_tokens_details.then(|| u64::from(run.cached_tokens())),
-        reasoning: plan.rules.parse.reasoning.then(|| states.iter().map(|state| state.reasoning_tokens).sum()),
+        reasoning: plan.rules.parse.reasoning.then_some(reasoning),
     }
 }
 

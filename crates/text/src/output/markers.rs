@@ -47,16 +47,15 @@ impl Marker {
 
 /// Ids of the markers in one tokenizer; absent ones are never seen.
 #[derive(Clone, Debug)]
-pub(super) struct MarkerIds(Vec<(u32, Marker)>);
+pub(super) struct MarkerIds([Option<u32>; 8]);
 
 impl MarkerIds {
     pub(super) fn new(tokenizer: &Tokenizer) -> Self {
-        let find = |marker: Marker| tokenizer.added_id(marker.literal()).ok().map(|id| (id, marker));
-        Self(Marker::ALL.into_iter().filter_map(find).collect())
+        Self(Marker::ALL.map(|marker| tokenizer.added_id(marker.literal()).ok()))
     }
 
     pub(super) fn marker(&self, id: u32) -> Option<Marker> {
-        self.0.iter().find(|(other, _)| *other == id).map(|&(_, marker)| marker)
+        self.0.iter().position(|&known| known == Some(id)).map(|index| Marker::ALL[index])
     }
 }
 
