@@ -34,10 +34,10 @@ fn host(sequences: usize, device: Duration, steps: usize, depth: usize) -> Vec<f
     let mut calls = 0;
     let writer = Arc::clone(&log);
     let begin = move || {
-        // The first of a step is the trunk, the others are drafts behind it.
-        let trunk = calls % depth.max(1) == 0;
+        // The first of a step is the trunk, each draft has one behind it.
+        let trunk = calls % (depth + 1) == 0;
         calls += 1;
-        if trunk || depth == 0 {
+        if trunk {
             let start = Instant::now();
             std::thread::sleep(device);
             writer.lock().unwrap().push((start, Instant::now()));
@@ -66,7 +66,8 @@ fn host(sequences: usize, device: Duration, steps: usize, depth: usize) -> Vec<f
     let running = worker.snapshot().running;
     assert_eq!(running, sequences, "all sequences should still decode");
     worker.shutdown();
-    let log = log.lock().unwrap();
+    let (log, counted) = (log.lock().unwrap(), worker.snapshot().counters.steps.iter().sum::<u64>());
+    assert_eq!(log.len() as u64, counted, "the device slept once a step");
     let last = &log[log.len() - steps..];
     let mut gaps: Vec<f64> = last.windows(2).map(|pair| (pair[1].0 - pair[0].1).as_secs_f64() * 1e6).collect();
     gaps.sort_by(f64::total_cmp);
