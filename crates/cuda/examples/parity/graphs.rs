@@ -144,7 +144,8 @@ fn many_rows(open: &dyn Fn() -> Cuda, tokens: &[u32]) -> usize {
     };
     let ((expected, none, _), (found, repeated, library)) = (run(true), run(false));
     println!("graphs, 27 rows, library {library}: {repeated} of 6 steps repeated, equal {}", expected == found);
-    usize::from(none != 0) + usize::from(repeated < 4) + usize::from(expected != found)
+    // The first step makes scratch grow, which forgets notes; two are compared, the rest repeated.
+    usize::from(none != 0) + usize::from(repeated < 3) + usize::from(expected != found)
 }
 
 /// The number of failures.

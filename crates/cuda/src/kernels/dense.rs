@@ -129,7 +129,7 @@ pub(crate) fn linear_each(
     parts: &[(Columns<'_, Cuda>, &Linear<Cuda>, usize)],
     out: &mut CudaBuffer,
 ) -> Result<()> {
-    if narrow::takes(rows, parts) {
+    if narrow::takes(cuda, rows, parts) {
         return narrow::products(cuda, rows, parts, out);
     }
     parts.iter().try_for_each(|&(x, weights, start)| linear(cuda, rows, x, &[weights], out, start))

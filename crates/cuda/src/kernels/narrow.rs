@@ -1,7 +1,7 @@
 //! Products of matrices with few columns, each with columns of its own: the low-rank gates of delta attention; see `narrow.cu`.
 //!
-//! Up to [`MOST_ROWS`] rows; beyond, arithmetic without tensor cores is what takes the time. A row's bits do not depend on the other
-//! rows.
+//! Up to [`MOST_ROWS`] rows; beyond, arithmetic without tensor cores is what takes the time. Where the library is not there all rows go
+//! this way, however many: a row's bits do not depend on the other rows, which is promised for the own products.
 
 use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::{Columns, Linear, Result};
@@ -15,7 +15,7 @@ use crate::{
 
 pub(crate) static FILE: File = File { name: "narrow.cu", text: include_str!("narrow.cu"), constants: &[] };
 
-/// Most rows.
+/// Most rows where the library has the others.
 const MOST_ROWS: usize = 64;
 
 /// Most matrices, and most columns of one, as the kernel has them.
@@ -52,10 +52,10 @@ struct Args {
 }
 
 /// Whether the kernel multiplies these matrices with so many rows.
-pub(crate) fn takes(rows: usize, parts: &[(Columns<'_, Cuda>, &Linear<Cuda>, usize)]) -> bool {
+pub(crate) fn takes(cuda: &Cuda, rows: usize, parts: &[(Columns<'_, Cuda>, &Linear<Cuda>, usize)]) -> bool {
     let Some((first, _, _)) = parts.first() else { return false };
     let (one, stride) = (first.buffer.at(0), first.buffer.width);
-    rows <= MOST_ROWS
+    (rows <= MOST_ROWS || !cuda.has_library())
         && parts.len() <= MOST_PARTS
         && stride.is_multiple_of(4)
         && parts.iter().all(|(x, linear, _)| {
