@@ -134,7 +134,6 @@ fn a_lone_configuration_is_taken_by_its_quantization_config() {
         // The released block-FP8 checkpoint is read as BF16.
         (json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}), Storage::Bf16, 0),
         (json!({"quant_method": "awq"}), Storage::Bf16, 1),
-        (json!([]), Storage::Bf16, 1),
     ] {
         let mut config: Value = serde_json::from_str(MICRO_CONFIG).unwrap();
         config["quantization_config"] = block.clone();
@@ -142,6 +141,13 @@ fn a_lone_configuration_is_taken_by_its_quantization_config() {
         let inspection = inspect(&path, false).unwrap();
         assert_eq!((inspection.storage, inspection.problems.len()), (storage, problems), "{block}");
         assert_eq!(inspection.quantized.is_some(), storage == Storage::W4a16);
+    }
+    for block in [json!([]), json!("int4")] {
+        let mut config: Value = serde_json::from_str(MICRO_CONFIG).unwrap();
+        config["quantization_config"] = block;
+        fs::write(&path, config.to_string()).unwrap();
+        let error = inspect(&path, false).unwrap_err().to_string();
+        assert!(error.contains("quantization_config") && error.contains("an object"), "{error}");
     }
 }
 

@@ -70,7 +70,7 @@ fn documents_encode_to_their_ids() {
     let documents = lines("data/eval/documents.jsonl");
     assert_eq!(documents.len(), 200);
     // The first ones come with their text; the others have to survive decoding and encoding.
-    assert_eq!(documents.iter().filter(|document| document["text"].is_string()).count(), 40);
+    assert_eq!(documents.iter().filter(|document| document["text"].is_string()).count(), 20);
     for document in documents {
         let ids = ids_of(&document["input_ids"]);
         let decoded = tokenizer().decode(&ids, false);

@@ -47,8 +47,9 @@ pub struct Options {
     pub half_cache: bool,
     /// Every kernel of every step is launched by itself; no graphs are kept.
     pub eager: bool,
-    /// Products of many rows are left to the crate's own kernels even where cuBLASLt is there. That is slower, but a row's bits
-    /// then do not depend on how many rows its step has, and f32 goldens hold for prompts of any length.
+    /// Products of many rows are left to the crate's own kernels even where cuBLASLt is there. That is slower, but f32 goldens then
+    /// hold for prompts of any length, and a row's bits do not depend on how many rows its step has, but for widths that the
+    /// kernels of few rows take (whole slices of 512 columns: up to 24 rows, BF16 experts up to 128).
     pub own_products: bool,
 }
 
@@ -158,9 +159,11 @@ impl Cuda {
 
     /// As [`Self::scratch`] for words that kernels leave at zero, which they are at first.
     pub(crate) fn zeroed_scratch(&mut self, what: &'static str, bytes: usize) -> Result<u64> {
-        let held = self.scratch.get(what).map(Memory::address);
+        // Larger memory may begin where the smaller did.
+        let place = |memory: &Memory| (memory.address(), memory.bytes());
+        let held = self.scratch.get(what).map(place);
         let memory = self.scratch_memory(what, bytes)?;
-        if held != Some(memory.address()) {
+        if held != Some(place(&memory)) {
             memory.fill(0)?;
         }
         Ok(memory.address())

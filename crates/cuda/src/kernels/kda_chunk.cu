@@ -187,11 +187,11 @@ extern "C" __global__ void __launch_bounds__(512, 1) chunks(const __grid_constan
     if (tid == 0) walk_begin(walk);
     __syncthreads();
     if (tid >= 256) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
         if (tid < 256 + 32 * GATERS) norm_outputs(in, walk, base, walker, tid - 256);
         else if (tid == 256 + 32 * GATERS) fetch_images(in, walk, base, walker);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 200;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 192;");
         walk_chunks(in, walk, base, walker, tid);
     }
 }

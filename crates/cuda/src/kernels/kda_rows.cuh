@@ -86,25 +86,19 @@ DEVICE void open(Window &c, const Args &in, const Segment &s, int top, int head,
 
 // Two channels of q, k, v and the gate in a block of 16 rows a thread: rows that come to registers.
 struct Rows {
-    const float *from, *gate;
     float2 raw[REGISTER_ROWS][4];
 
-    __device__ __forceinline__ void ask(const Args &in, int i) {
+    // Row `row` of `proj` and `gates`, channels from `column` on.
+    __device__ __forceinline__ void ask(const Args &in, u64 row, int column, int i) {
+        const float *from = in.proj + row * in.proj_stride + column;
 #pragma unroll
         for (int p = 0; p < 3; p++) raw[i][p] = load_two(from + p * in.heads * DIM, ONCE);
-        raw[i][3] = load_two(gate, ONCE);
-        from += in.proj_stride;
-        gate += in.gates_stride;
+        raw[i][3] = load_two(in.gates + row * in.gates_stride + column, ONCE);
     }
     __device__ __forceinline__ void begin(const Args &in, const Segment &s, int first, int head, int tid) {
-        const int d = 2 * (tid & 63);
         const u64 row = s.first_row + first + 16 * (tid >> 6);
-        from = in.proj + row * in.proj_stride + head * DIM + d;
-        gate = in.gates + row * in.gates_stride + head * DIM + d;
 #pragma unroll
-        for (int i = 0; i < REGISTER_ROWS; i++) ask(in, i);
-        from += (u64)(LATE - REGISTER_ROWS) * in.proj_stride;
-        gate += (u64)(LATE - REGISTER_ROWS) * in.gates_stride;
+        for (int i = 0; i < REGISTER_ROWS; i++) ask(in, row + i, head * DIM + 2 * (tid & 63), i);
     }
 };
 
@@ -200,7 +194,7 @@ DEVICE void convolve(const Args &in, const Segment &s, int first, int head, u32 
             const float opened = quick_inverse(1.0f + power(-fmaf(rate, k ? now[3].y : now[3].x, shift[k])));
             sum[k] *= power(bound * opened);
         }
-        if (r < REGISTER_ROWS) rows.ask(in, r);
+        if (r < REGISTER_ROWS) rows.ask(in, first_row + LATE + r, head * DIM + d, r);
         if (r == 3 || r == 4) {
             __syncwarp();
             bring(r + 11);

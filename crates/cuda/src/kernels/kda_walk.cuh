@@ -45,6 +45,13 @@ DEVICE u32 *progress_of(const Args &in, int walker) { return in.counters + 32 + 
 DEVICE u32 *flag_of(const Args &in, int walker, u32 number) { return in.counters + 32 + in.walkers + walker * PLACES + number % PLACES; }
 DEVICE u8 *image_of(const Args &in, int walker, u32 number) { return in.images + ((u64)(number % PLACES) * in.walkers + walker) * IMAGE_BYTES; }
 
+// The block's number, read anew: a copy that all roles share is kept in memory by the compiler.
+DEVICE int own_block() {
+    int v;
+    asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(v));
+    return v;
+}
+
 // Images of a walker's heads in turn; one thread.
 DEVICE void fetch_images(const Args &in, Walk &w, u32 base, int walker) {
     u32 number = 0;
@@ -54,7 +61,7 @@ DEVICE void fetch_images(const Args &in, Walk &w, u32 base, int walker) {
         for (int part = 0; part < 2; part++) barrier_wait(shared_address(w.full[part] + of % STAGES), of / STAGES & 1);
         asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(progress_of(in, walker)), "r"(of + 1) : "memory");
     };
-    for (int item = walker; item < in.segment_count * in.heads; item += in.walkers) {
+    for (int item = own_block(); item < in.segment_count * in.heads; item += in.walkers) {
         const int count = chunks_of(in.segments[item / in.heads]).count;
         for (int chunk = 0; chunk < count; chunk++, number++) {
             const u32 stage = number % STAGES;
@@ -80,7 +87,7 @@ DEVICE void norm_outputs(const Args &in, Walk &w, u32 base, int walker, int tid)
     const float4 weight = *(const float4 *)(in.weight + 4 * lane);
     const u32 places = base + GATE + (warp * GATES * 4 * 32 + lane) * 16;
     u32 number = 0;
-    for (int item = walker; item < in.segment_count * heads; item += in.walkers) {
+    for (int item = own_block(); item < in.segment_count * heads; item += in.walkers) {
         const Segment s = in.segments[item / heads];
         const Chunks chunks = chunks_of(s);
         const int head = item % heads, groups = CHUNK / 4 * chunks.count;
@@ -152,9 +159,11 @@ DEVICE void norm_outputs(const Args &in, Walk &w, u32 base, int walker, int tid)
         }
         number += chunks.count;
         const int end = chunks.first + CHUNK * chunks.count;
+#pragma unroll 1
         for (int r = max_of(chunks.first, (int)s.rows - in.ring.column_ring); r < end; r++) {
             const u64 entry = ((u64)s.slot * heads + head) * in.ring.column_ring + column_at(in.ring, s.position + r);
             const float *raw = in.proj + (u64)(s.first_row + r) * in.proj_stride + head * DIM;
+#pragma unroll 1
             for (int j = tid; j < 3 * DIM; j += 32 * GATERS) in.ring.columns[entry * 3 * DIM + j] = raw[j / DIM * heads * DIM + j % DIM];
         }
     }
@@ -170,7 +179,7 @@ DEVICE void walk_chunks(const Args &in, Walk &w, u32 base, int walker, int tid) 
     const u32 mine = ((lane & 7) + 8 * (lane >> 4)) * 128 + (((2 * warp + (lane >> 3 & 1)) ^ (lane & 7)) << 4);
     u32 number = 0;
 #pragma unroll 1
-    for (int item = walker; item < in.segment_count * in.heads; item += in.walkers) {
+    for (int item = own_block(); item < in.segment_count * in.heads; item += in.walkers) {
         const Segment s = in.segments[item / in.heads];
         const Chunks chunks = chunks_of(s);
         if (chunks.count == 0) continue;

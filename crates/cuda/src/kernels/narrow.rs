@@ -78,7 +78,7 @@ pub(crate) fn products(
 ) -> Result<()> {
     // Rows that a block goes through, two at a time: all of few, half of some, so that all blocks run at once.
     let through = match rows {
-        0..=8 => rows.next_multiple_of(2),
+        0..=8 => rows.max(1).next_multiple_of(2),
         9..=24 => rows.div_ceil(2).next_multiple_of(2),
         _ => 24,
     };

@@ -116,7 +116,7 @@ fn scores(cuda: &mut Cuda, rows: usize, gate: &CudaMatrix, x: &CudaBuffer) -> Re
 /// Rows that a block of scores goes through, four at a time: half of few, so that all blocks run at once.
 fn tile(rows: usize) -> usize {
     match rows {
-        0..=24 => rows.div_ceil(2).next_multiple_of(4),
+        0..=24 => rows.div_ceil(2).max(1).next_multiple_of(4),
         25..=192 => 24,
         _ => 48,
     }

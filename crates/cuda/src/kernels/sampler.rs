@@ -48,7 +48,7 @@ const WORDS: usize = 4;
 /// Words of a draw on the device.
 const DRAW_WORDS: usize = size_of::<Drawn>() / 4;
 
-/// Bytes of rules that are sent at most; rows beyond are left to the host.
+/// Bytes of rules that are sent at most; all rows of a step that has more are left to the host.
 const SENT: usize = 16 << 20;
 
 /// What sampling keeps between steps.

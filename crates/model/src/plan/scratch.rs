@@ -166,8 +166,8 @@ impl Largest<'_> {
             "output of the shared expert" => 4 * rows * hidden,
             "outputs of the experts" => in_slots(hidden).max(if stored { 4 * choices * hidden } else { 0 }),
             "router in f32" => 4 * experts * hidden,
-            // Sums of slices of 512 columns up to 4095 rows, then the library's.
-            "router scores" => 4 * experts * (rows.min(4095) * hidden.div_ceil(512)).max(rows),
+            // Sums of slices of 512 columns; the library, which takes many rows where it is there, needs one of them.
+            "router scores" => 4 * experts * rows * hidden.div_ceil(512),
             "slots of the choices" => 4 * choices,
             "softmax of parts" => 8 * turn * heads.next_multiple_of(32) * 4,
             "sums of both planes" => {
