@@ -2,8 +2,8 @@
 //!
 //! The block writes into [`Frames::out`] and hands over what it has written with [`Frames::send`]; each call waits until the
 //! connection has taken it, so a slow client holds back its own stream only. Whoever serves the response may poll the body for
-//! its frames, or take it out of the response ([`Produced::of`]) and let the block write to the socket itself
-//! ([`Produced::straight`]): as chunks of HTTP/1.1, with nothing between a token and the system call. Invariant: the block
+//! its frames, or take it out of the response (`Produced::of`) and let the block write to the socket itself
+//! (`Produced::straight`): as chunks of HTTP/1.1, with nothing between a token and the system call. Invariant: the block
 //! lives inside the body, so a closed connection drops it and everything that it owns, at whatever point it is waiting.
 
 use std::convert::Infallible;
