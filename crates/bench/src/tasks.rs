@@ -1,9 +1,12 @@
 //! Task files and their graders.
 //!
 //! A task is a JSONL file, one item a line: `id`, `task`, `level`, `messages`, optional `tools`, `grader`, `answer` and
-//! `direct` (whether the item can be answered without reasoning). Graders look at the *body* of an answer: the text behind
+//! `direct` (whether the item can be answered without reasoning). A tool is its definition, or the name of one that the file
+//! has defined before: many items offer the same ones. Graders look at the *body* of an answer: the text behind
 //! the last `</think>`, up to the first stop token, stripped. They are strict comparisons, so that a score is a count and
 //! nothing else.
+
+use std::collections::BTreeMap;
 
 use glimmer_text::{Message, parse_messages, python_json};
 use serde::{Deserialize, Serialize};
@@ -77,9 +80,10 @@ pub struct Task {
 /// [`BenchError::Line`] for a line that is not an item, [`BenchError::Empty`] for a file without items.
 pub fn read_task(file: &str, text: &str) -> Result<Task, BenchError> {
     let mut task = Task { name: String::new(), items: Vec::new() };
+    let mut defined = BTreeMap::new();
     for (index, line) in text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty()) {
         let at = |problem: String| BenchError::Line { file: file.to_owned(), line: index + 1, problem };
-        let (name, item) = read_item(line).map_err(at)?;
+        let (name, item) = read_item(line, &mut defined).map_err(at)?;
         if task.items.is_empty() {
             task.name = name;
         }
@@ -106,8 +110,9 @@ struct RawItem {
     direct: bool,
 }
 
-fn read_item(line: &str) -> Result<(String, Item), String> {
-    let raw: RawItem = jsonl::object(line)?;
+fn read_item(line: &str, defined: &mut BTreeMap<String, Value>) -> Result<(String, Item), String> {
+    let mut raw: RawItem = jsonl::object(line)?;
+    raw.tools.iter_mut().try_for_each(|tool| define(tool, defined))?;
     let messages = parse_messages(&raw.messages).map_err(|error| error.to_string())?;
     if messages.is_empty() {
         return Err("messages: expected at least one, found none".to_owned());
@@ -115,6 +120,22 @@ fn read_item(line: &str) -> Result<(String, Item), String> {
     check_answer(raw.grader, &raw.answer)?;
     let RawItem { id, task, level, tools, grader, answer, direct, .. } = raw;
     Ok((task, Item { id, level, messages, tools, grader, answer, direct }))
+}
+
+/// Notes a tool's definition under its name, or puts the last one of that name in the place of the name.
+fn define(tool: &mut Value, defined: &mut BTreeMap<String, Value>) -> Result<(), String> {
+    match &*tool {
+        Value::String(name) => match defined.get(name) {
+            Some(definition) => *tool = definition.clone(),
+            None => return Err(format!("tools: `{name}` is defined by no earlier item of this file")),
+        },
+        definition => {
+            if let Some(name) = definition["function"]["name"].as_str() {
+                defined.insert(name.to_owned(), definition.clone());
+            }
+        }
+    }
+    Ok(())
 }
 
 /// An expectation that no answer could meet would silently score zero.
@@ -440,10 +461,26 @@ mod tests {
             (&good.replace("\"user\"", "\"boss\""), "messages[0].role"),
             (&good.replace(": 1}", ": [1]}"), "does not fit the grader Number"),
             (&good.replace(": 1}", ": 1.5}"), "does not fit the grader Number"),
+            (&good.replace(": 1}", r#": 1, "tools": ["f"]}"#), "tools: `f` is defined by no earlier item"),
         ] {
             let error = read_task("file.jsonl", &format!("{good}\n\n{bad}\n")).unwrap_err().to_string();
             assert!(error.starts_with("file.jsonl, line 3: ") && error.contains(needle), "{error}");
         }
         assert!(matches!(read_task("f", "\n"), Err(BenchError::Empty { .. })));
+    }
+
+    #[test]
+    fn a_tool_by_name_is_the_last_definition_of_that_name() {
+        let item = |tools: Value| {
+            json!({"id": "a", "task": "t", "messages": [{"role": "user", "content": "x"}], "grader": "number", "answer": 1,
+                "tools": tools})
+            .to_string()
+        };
+        let tool =
+            |description: &str| json!({"type": "function", "function": {"name": "f", "description": description}});
+        let lines = [json!([tool("old")]), json!(["f"]), json!([tool("new")]), json!(["f", tool("g")])].map(item);
+        let tools: Vec<Vec<Value>> =
+            read_task("f", &lines.join("\n")).unwrap().items.into_iter().map(|item| item.tools).collect();
+        assert_eq!(tools, [vec![tool("old")], vec![tool("old")], vec![tool("new")], vec![tool("new"), tool("g")]]);
     }
 }
