@@ -40,11 +40,13 @@ const WORKSPACE: usize = 32 << 20;
 /// Bytes to which every address and row is aligned.
 const ALIGN: usize = 16;
 
-/// What rows and weights are; sums are f32.
+/// What rows and weights are; sums are f32, and so are results.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Operand {
     Bf16,
     Half,
+    /// Halves, of which results are halves again: infinite where they do not fit.
+    HalfToHalf,
     Float,
 }
 
@@ -56,9 +58,14 @@ impl Operand {
     fn kind(self) -> sys::cudaDataType {
         match self {
             Self::Bf16 => sys::cudaDataType::CUDA_R_16BF,
-            Self::Half => sys::cudaDataType::CUDA_R_16F,
+            Self::Half | Self::HalfToHalf => sys::cudaDataType::CUDA_R_16F,
             Self::Float => sys::cudaDataType::CUDA_R_32F,
         }
+    }
+
+    /// What results are.
+    fn result(self) -> Self {
+        if self == Self::HalfToHalf { self } else { Self::Float }
     }
 }
 
@@ -85,7 +92,7 @@ impl Product {
         let whole = |elements: usize, size: usize| (elements * size).is_multiple_of(ALIGN);
         addresses.iter().all(|address| address.is_multiple_of(ALIGN as u64))
             && (0..3).all(|i| {
-                let size = if i == 2 { 4 } else { size };
+                let size = if i == 2 { self.operand.result().size() } else { size };
                 whole(self.pitches[i], size) && whole(self.strides[i], size)
             })
     }
@@ -98,7 +105,7 @@ impl Product {
     /// Layouts of rows and sums.
     fn sides(&self, rows: usize) -> Result<[Layout; 2]> {
         let x = Layout::new(self.operand.kind(), [self.columns, rows, self.pitches[1]], self.batch, self.strides[1])?;
-        let sums = sys::cudaDataType::CUDA_R_32F;
+        let sums = self.operand.result().kind();
         Ok([x, Layout::new(sums, [self.outputs, rows, self.pitches[2]], self.batch, self.strides[2])?])
     }
 }

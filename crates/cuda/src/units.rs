@@ -11,7 +11,7 @@ use crate::{
     kernels::{
         dense, dsa, experts, experts_bf16, few,
         gemm::{self, Variant},
-        index, kda, kda_chunk, mhc, mla, moe, narrow, router, sampler, slots, sparse, vision,
+        heads, index, kda, kda_chunk, mhc, mla, moe, narrow, router, sampler, slots, sparse, vision,
     },
     types::GROUP,
 };
@@ -52,6 +52,10 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         }
         units.push(index::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool])));
         units.extend(index::choice_units(indexer.kpool));
+        if heads::fits(text.mla.qk_nope_head_dim, text.mla.v_head_dim) {
+            let constants = [8, 16, 24].map(|rows| heads::constants(text.mla.qk_nope_head_dim, rows));
+            units.extend(constants.map(|constants| heads::FILE.unit(&constants)));
+        }
     }
     // The sums by the kernel, in slices; the choice from those, from the library's or from plain products.
     let slices = router::slices(text.hidden_size);
@@ -106,6 +110,7 @@ pub fn needs_warpgroups(unit: &Unit) -> bool {
         experts::MANY.name,
         experts_bf16::FILE.name,
         few::FILE.name,
+        heads::FILE.name,
         sparse::FILE.name,
         index::FILE.name,
         index::CHOOSE.name,

@@ -7,7 +7,10 @@ use glimmer_tensor::{
 use super::{Contents, Row, Unit, fill, timed};
 use crate::{
     backend::Cuda,
-    kernels::{dsa, sparse},
+    kernels::{
+        dsa,
+        sparse::{self, Attended},
+    },
     types::{CudaSelection, CudaVector},
 };
 
@@ -104,7 +107,16 @@ fn attend(cuda: &mut Cuda, sequences: usize, rows: usize, context: usize, shared
     let out = cuda.memory.uninitialized("measurement", 4 * m * HEADS * LATENT)?;
     let latents = cache.dsa(0)?.latents.address();
     let micros = timed(cuda, CALLS, |cuda, _| {
-        sparse::attend(cuda, 0..m, &chosen, latents, [queries.address(), out.address()], HEADS, 1.0 / 16.0)
+        sparse::attend(
+            cuda,
+            0..m,
+            &chosen,
+            latents,
+            queries.address(),
+            Attended::Floats(out.address()),
+            HEADS,
+            1.0 / 16.0,
+        )
     })?;
     let tokens = (TOPK + KPOOL - 1).min(context);
     let lists = if shared { sequences } else { m };

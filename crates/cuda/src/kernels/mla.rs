@@ -2,7 +2,13 @@
 
 use glimmer_tensor::{Columns, DsaWeights, Error, PAGE_TOKENS, Result};
 
-use super::{dsa::check_pages, gemm::Input, sparse, wide};
+use super::{
+    dsa::check_pages,
+    gemm::Input,
+    heads as products,
+    sparse::{self, Attended},
+    wide,
+};
 use crate::{
     backend::Cuda,
     cache::{CudaCache, DsaLayer},
@@ -50,12 +56,29 @@ pub(crate) fn mla(
     }
     let plain = weights.kv_b.plain("mla: kv_b")?;
     let held = cache.dsa(layer)?;
-    if cache.half && many(cuda, weights, query, selection, held, out)? {
+    let half = cache.half && latent == sparse::LATENT;
+    let scale = 1.0 / (qk as f32).sqrt();
+    if half && products::takes(cuda, rows, weights, query) {
+        let absorbed = cuda.scratch("absorbed queries", 2 * rows * heads * latent)?;
+        let attended = cuda.scratch("attended latents", 4 * rows * heads * latent)?;
+        products::absorb(cuda, rows, weights, query, absorbed)?;
+        sparse::attend(
+            cuda,
+            0..rows,
+            selection,
+            held.latents.address(),
+            absorbed,
+            Attended::Floats(attended),
+            heads,
+            scale,
+        )?;
+        return products::values(cuda, rows, weights, attended, out);
+    }
+    if half && many(cuda, weights, query, selection, held, out)? {
         return Ok(());
     }
     let constants = [latent as i64, PAGE_TOKENS as i64];
     let absorbed = cuda.scratch("absorbed queries", 4 * rows * heads * latent)?;
-    let half = cache.half && latent == sparse::LATENT;
 
     let arguments = Arguments::new()
         .with(query.buffer.at(0))
@@ -74,10 +97,18 @@ pub(crate) fn mla(
     let grid = Grid { blocks, threads: 128, shared: 4 * ROWS * qk };
     cuda.kernels.launch_early(cuda.kernels.get(&FILE, &constants, "absorb")?, grid, arguments)?;
 
-    let scale = 1.0 / (qk as f32).sqrt();
     let attended = if half {
         let out = cuda.scratch("attended latents", 4 * rows * heads * latent)?;
-        sparse::attend(cuda, 0..rows, selection, held.latents.address(), [absorbed, out], heads, scale)?;
+        sparse::attend(
+            cuda,
+            0..rows,
+            selection,
+            held.latents.address(),
+            absorbed,
+            Attended::Floats(out),
+            heads,
+            scale,
+        )?;
         out
     } else {
         let arguments = Arguments::new()
@@ -129,9 +160,11 @@ fn many(
     }
     // Equal turns, so that none of them has few rows.
     let turn = rows.div_ceil(rows.div_ceil(TURN));
-    let sums = cuda.scratch("absorbed queries in f32", 4 * turn * width)?;
+    // Where products take halves the library writes absorbed queries so, and attention what it attended to.
+    let halves = wide::halved(turn, kv_b) && sparse::whole(rows);
+    let sums = if halves { 0 } else { cuda.scratch("absorbed queries in f32", 4 * turn * width)? };
     let absorbed = cuda.scratch("absorbed queries", 2 * turn * width)?;
-    let attended = cuda.scratch("attended latents", 4 * turn * width)?;
+    let attended = cuda.scratch("attended latents", if halves { 2 } else { 4 } * turn * width)?;
     let of_head = (qk + v) * kv_b.pitch;
     let input = |width| Input { buffer: query.buffer, start: 0, width, list: 0 };
     let to_halves = cuda.kernels.get(&super::dense::FILE, &[], "to_halves")?;
@@ -140,7 +173,7 @@ fn many(
         let from = (query.buffer.at(query.start) + (4 * first * query.buffer.width) as u64, query.buffer.width);
         let x = wide::split(cuda, "activations as planes", count, from, input(query.width), kv_b)?;
         let absorb = Product {
-            operand: Operand::Bf16,
+            operand: if halves { Operand::HalfToHalf } else { Operand::Bf16 },
             outputs: latent,
             columns: qk,
             across: true,
@@ -148,14 +181,22 @@ fn many(
             batch: heads,
             strides: [of_head, qk, latent],
         };
-        if !wide::multiply(cuda, count, x, absorb, (kv_b, 0), 0, sums)? {
+        if !wide::multiply(cuda, count, x, absorb, (kv_b, 0), 0, if halves { absorbed } else { sums })? {
             return Ok(false);
         }
-        let arguments = Arguments::new().with(sums).with((count * width) as u64).with(absorbed);
-        cuda.kernels.launch(to_halves, Grid::new([(count * width).div_ceil(4 * 256), 1, 1], 256), arguments)?;
+        if !halves {
+            let arguments = Arguments::new().with(sums).with((count * width) as u64).with(absorbed);
+            cuda.kernels.launch(to_halves, Grid::new([(count * width).div_ceil(4 * 256), 1, 1], 256), arguments)?;
+        }
         let (scale, latents) = (1.0 / (qk as f32).sqrt(), held.latents.address());
-        sparse::attend(cuda, first..first + count, selection, latents, [absorbed, attended], heads, scale)?;
-        let x = wide::split(cuda, "attended latents as planes", count, (attended, width), input(width), kv_b)?;
+        let result = if halves { Attended::Halves(attended) } else { Attended::Floats(attended) };
+        sparse::attend(cuda, first..first + count, selection, latents, absorbed, result, heads, scale)?;
+        let x = match result {
+            Attended::Halves(address) => wide::Rows::of_halves(address, width),
+            Attended::Floats(address) => {
+                wide::split(cuda, "attended latents as planes", count, (address, width), input(width), kv_b)?
+            }
+        };
         let values = Product {
             operand: Operand::Bf16,
             outputs: v,

@@ -6,6 +6,7 @@ pub(crate) mod experts;
 pub(crate) mod experts_bf16;
 pub(crate) mod few;
 pub(crate) mod gemm;
+pub(crate) mod heads;
 pub(crate) mod index;
 pub(crate) mod kda;
 pub(crate) mod kda_chunk;

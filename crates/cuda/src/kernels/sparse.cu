@@ -20,7 +20,8 @@
 // The scouts begin before the launch in front has ended: lists and page tables must be older than that launch, which must have
 // waited for the one in front of it before it lets the next begin. Here that launch absorbs the queries.
 //
-// Layout: latents [pages][PAGE][512] halves; queries [rows][heads][512] halves; pieces [rows, groups, parts] of HEADS times 512
+// Layout: latents [pages][PAGE][512] halves; queries [rows][heads][512] halves, infinite ones count as the largest; a result of one
+// part as f32 or halves; pieces [rows, groups, parts] of HEADS times 512
 // f32 in the order of threads and registers, with their maximum (base 2) and sum [rows, groups, parts][HEADS][2].
 // Constants: HEADS heads of an item (8, 16 or 32), PAGE tokens of a page.
 //
@@ -105,6 +106,14 @@ DEVICE void add_parts(const float (&out)[8][HEADS / 2], const float4 *from, cons
     }
 }
 
+// Infinite halves of a pair to the largest ones: queries may come of sums that did not fit.
+DEVICE u32 finite(u32 pair) {
+    u32 v;
+    asm("min.NaN.f16x2 %0, %1, %2;" : "=r"(v) : "r"(pair), "r"(0x7bff7bffu));
+    asm("max.NaN.f16x2 %0, %0, %1;" : "+r"(v) : "r"(0xfbfffbffu));
+    return v;
+}
+
 DEVICE void store_bulk(void *to, u32 from, u32 bytes) {
     asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
 }
@@ -133,7 +142,8 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
                 chunks[i] = *(const uint4 *)(room + slot * UNIT + (128 * i + thread) * 16);
 #pragma unroll
             for (int i = 0; i < HEADS / (2 * QUERY_UNITS); i++)
-                *(uint4 *)(room + QUERY_AT + w * (HEADS * 1024 / QUERY_UNITS) + (128 * i + thread) * 16) = chunks[i];
+                *(uint4 *)(room + QUERY_AT + w * (HEADS * 1024 / QUERY_UNITS) + (128 * i + thread) * 16) =
+                    make_uint4(finite(chunks[i].x), finite(chunks[i].y), finite(chunks[i].z), finite(chunks[i].w));
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * slot);
         }
@@ -339,7 +349,19 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
                     round ? add<2>(out, mine, factors, 0, own_warp, row, column) : add<0>(out, mine, factors, 0, own_warp, row, column);
                 shared_written();
                 meet(2 + w, 128);
-                if (own_warp == 0) {
+                if (p.halves) {
+#pragma unroll
+                    for (int i = 0; i < HEADS / 8; i++) {
+                        const int line = 8 * i + (tid >> 4 & 7), eight = tid & 15;
+                        const float4 *from = (const float4 *)(mine + line * ROW + 8 * eight);
+                        const float4 low = from[0], high = from[1];
+                        const u32 h = done.group * HEADS + line;
+                        if (h < p.heads)
+                            *(uint4 *)((u16 *)p.pieces + ((u64)done.row * p.heads + h) * LATENT + 256 * w + 128 * round + 8 * eight) =
+                                make_uint4(narrow_half(low.x, low.y), narrow_half(low.z, low.w), narrow_half(high.x, high.y),
+                                           narrow_half(high.z, high.w));
+                    }
+                } else if (own_warp == 0) {
                     const u32 from = shared_address(mine);
                     const u32 h = done.group * HEADS + tid % 32;
                     if (tid % 32 < HEADS && h < p.heads)

@@ -35,6 +35,7 @@ struct Args {
     float2 *stats;
     u32 items, groups, parts, heads, width;
     float scale;  // times log2 e
+    u32 halves;   // whether the result of one part is halves
 };
 
 // Barriers of a ring: `full` and `empty` of each place.

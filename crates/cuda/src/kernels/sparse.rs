@@ -49,6 +49,21 @@ struct Args {
     heads: u32,
     width: u32,
     scale: f32,
+    halves: u32,
+    unused: u32,
+}
+
+/// Where attended latents `[rows, heads, LATENT]` go, and as what.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Attended {
+    Floats(u64),
+    /// For steps whose lists are [`whole`].
+    Halves(u64),
+}
+
+/// Whether lists of a step of so many rows are not cut.
+pub(crate) fn whole(rows: usize) -> bool {
+    rows > PARTED_ROWS
 }
 
 /// Heads of an item, of which a layer may have several.
@@ -68,21 +83,26 @@ fn shared(heads: usize) -> usize {
     units * TILE * 256 + heads * (1024 + 2 * 128 + 2 * 16 + 2 * 8) + 16 + ahead + (units + places + items) * 16
 }
 
-/// `out[row, head]` = attended latent in f32 for absorbed `queries` in halves, both `[rows, heads, LATENT]` and of a range of the
-/// step's rows.
+/// `out[row, head]` = attended latent for absorbed `queries` in halves, both `[rows, heads, LATENT]` and of a range of the step's
+/// rows. Infinite queries count as the largest half.
 pub(crate) fn attend(
     cuda: &mut Cuda,
     range: Range<usize>,
     selection: &CudaSelection,
     latents: u64,
-    [queries, out]: [u64; 2],
+    queries: u64,
+    out: Attended,
     heads: usize,
     scale: f32,
 ) -> Result<()> {
     let rows = cuda.plan.rows();
     let of_item = item_heads(heads);
     let groups = heads.div_ceil(of_item);
-    let parts = if rows <= PARTED_ROWS { PARTS } else { 1 };
+    let parts = if whole(rows) { 1 } else { PARTS };
+    let (out, halves) = match out {
+        Attended::Floats(address) => (address, false),
+        Attended::Halves(address) => (address, true),
+    };
     let piece = 4 * of_item * LATENT * groups * parts;
     let turn = (PIECES / piece).clamp(1, range.len().max(1));
     // A row that is not cut needs no pieces.
@@ -94,7 +114,8 @@ pub(crate) fn attend(
     let (attend, merge) = (kernel("attend_selected")?, kernel("merge")?);
     for first in range.clone().step_by(turn) {
         let count = turn.min(range.end - first);
-        let (words, halves) = (4 * first as u64, (2 * (first - range.start) * heads * LATENT) as u64);
+        let (words, elements) = (4 * first as u64, ((first - range.start) * heads * LATENT) as u64);
+        let result = out + if halves { 2 } else { 4 } * elements;
         let items = count * groups * parts;
         let args = Args {
             segments: cuda.plan.segments(),
@@ -103,8 +124,8 @@ pub(crate) fn attend(
             tokens: selection.tokens.address() + words * selection.width as u64,
             lens: selection.lens.address() + words,
             latents,
-            queries: queries + halves,
-            pieces: if parts > 1 { pieces } else { out + 2 * halves },
+            queries: queries + 2 * elements,
+            pieces: if parts > 1 { pieces } else { result },
             stats,
             items: items as u32,
             groups: groups as u32,
@@ -112,12 +133,14 @@ pub(crate) fn attend(
             heads: heads as u32,
             width: selection.width as u32,
             scale: scale * std::f32::consts::LOG2_E,
+            halves: u32::from(halves),
+            unused: 0,
         };
         let blocks = items.min(cuda.device.properties().multiprocessors);
         let grid = Grid { blocks: [blocks, 1, 1], threads: THREADS, shared: shared(of_item) };
         cuda.kernels.launch_early(attend, grid, Arguments::new().with(args))?;
         if parts > 1 {
-            let arguments = Arguments::new().with(pieces).with(stats).int(groups).int(heads).with(out + 2 * halves);
+            let arguments = Arguments::new().with(pieces).with(stats).int(groups).int(heads).with(result);
             cuda.kernels.launch_early(merge, Grid::new([count, groups * of_item / 8, LATENT / 128], 128), arguments)?;
         }
     }

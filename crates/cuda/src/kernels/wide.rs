@@ -66,6 +66,11 @@ impl Rows {
         !self.half && self.planes.plane == rows * self.planes.pitch
     }
 
+    /// Rows that are halves already.
+    pub(crate) fn of_halves(address: u64, pitch: usize) -> Self {
+        Self { planes: Planes { address, plane: 0, pitch }, half: true }
+    }
+
     /// From a row on.
     pub(crate) fn from(self, row: usize) -> Self {
         let address = self.planes.address + (2 * row * self.planes.pitch) as u64;
@@ -79,7 +84,7 @@ pub(crate) fn wide(cuda: &Cuda, rows: usize) -> bool {
 }
 
 /// Whether so many rows take a matrix as halves.
-fn halved(rows: usize, matrix: &CudaMatrix) -> bool {
+pub(crate) fn halved(rows: usize, matrix: &CudaMatrix) -> bool {
     rows >= HALF_ROWS && 2 * matrix.out * matrix.pitch <= HALVES
 }
 
@@ -302,7 +307,7 @@ fn plain(cuda: &mut Cuda, rows: usize, x: Rows, matrix: &CudaMatrix, bias: u64, 
 }
 
 /// A product of the library with a matrix from an element on, by the table above, which also says what its operands are.
-/// Products side by side lie side by side in `y`.
+/// Products side by side lie side by side in `y`; of rows of halves without a bias, results may be halves.
 pub(crate) fn multiply(
     cuda: &mut Cuda,
     rows: usize,
@@ -315,7 +320,8 @@ pub(crate) fn multiply(
     let Rows { planes, half } = x;
     let (width, pitch) = (product.batch * product.outputs, product.pitches[2]);
     if half {
-        let product = Product { operand: Operand::Half, ..product };
+        let operand = if product.operand == Operand::HalfToHalf { product.operand } else { Operand::Half };
+        let product = Product { operand, ..product };
         let w = halves(cuda, matrix)? + 2 * skip as u64;
         let done = library::product(cuda, rows, product, [w, planes.address, y], [1.0 / SCALE, 0.0])?;
         if done && bias != 0 {
