@@ -7,7 +7,7 @@
 //! [`Model::forward`] the results of its rows can be read until the next call. Nothing is allocated in a step.
 
 use glimmer_checkpoint::TextConfig;
-use glimmer_tensor::{Backend, CacheShape, KdaForm, Norm, PAGE_TOKENS, Program, Samples, Step, TOKEN_PLACES};
+use glimmer_tensor::{Backend, CacheShape, Finds, KdaForm, Norm, PAGE_TOKENS, Program, Samples, Step, TOKEN_PLACES};
 
 use crate::{
     ChainStep, Error, Limits, MtpStep, Options, Result,
@@ -330,6 +330,11 @@ impl<B: Backend> Model<B> {
             return Err(limit("logit rows of the last draft step", index + 1, self.drafted.1, "Step::logits"));
         }
         self.read_logits(&work.logits, index, values)
+    }
+
+    /// The rows for which [`Model::sample`] may give a token.
+    pub fn finds(&self) -> Finds {
+        self.backend.finds()
     }
 
     /// Tokens of rows wanted by the last step, one for each row of `asked`; `None` where [`Model::logits`] have to be read.

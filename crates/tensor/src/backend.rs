@@ -14,7 +14,7 @@
 
 use glimmer_checkpoint::TensorData;
 
-use crate::{CacheShape, Error, Samples, Step};
+use crate::{CacheShape, Error, Finds, Samples, Step};
 
 /// Result of a stage.
 pub type Result<T> = std::result::Result<T, Error>;
@@ -544,6 +544,11 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
         hidden: &Self::Buffer,
         logits: &mut Self::Buffer,
     ) -> Result<()>;
+
+    /// The rows for which [`Backend::sample`] may give a token.
+    fn finds(&self) -> Finds {
+        Finds::Nothing
+    }
 
     /// Tokens of rows of logits, of which the first `vocabulary` columns exist: one for each row of `asked`. `None` leaves a
     /// row to the caller, who reads its logits: always without a sampler, else where a logit is not a number, the largest is

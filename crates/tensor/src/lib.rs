@@ -13,5 +13,5 @@ pub use backend::{
 };
 pub use cpu::Cpu;
 pub use error::Error;
-pub use sample::{Draw, LogitChange, SampleRow, Samples};
+pub use sample::{Draw, Finds, LogitChange, SampleRow, Samples};
 pub use step::{CacheShape, FeatureRow, PAGE_TOKENS, Placed, Segment, Step};

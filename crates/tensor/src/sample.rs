@@ -20,6 +20,17 @@ pub struct Samples {
     pub masks: Vec<u64>,
 }
 
+/// Rows whose tokens a backend finds; to describe others to it would be in vain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Finds {
+    /// None.
+    Nothing,
+    /// Those whose largest logit is taken.
+    Largest,
+    /// Those that are drawn, too.
+    Drawn,
+}
+
 /// How the token of one row is found.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleRow {

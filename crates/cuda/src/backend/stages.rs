@@ -2,8 +2,9 @@
 
 use glimmer_checkpoint::TensorData;
 use glimmer_tensor::{
-    Backend, CacheShape, Columns, DsaColumns, DsaWeights, Error, Experts, IndexerWeights, KdaForm, KdaWeights, Linear,
-    MatrixSource, MhcWeights, Norm, PatchGrid, Program, Result, RouterRule, SampleRow, Samples, Step, Streams, Swiglu,
+    Backend, CacheShape, Columns, DsaColumns, DsaWeights, Error, Experts, Finds, IndexerWeights, KdaForm, KdaWeights,
+    Linear, MatrixSource, MhcWeights, Norm, PatchGrid, Program, Result, RouterRule, SampleRow, Samples, Step, Streams,
+    Swiglu,
 };
 
 use super::{Cuda, transfer::Rows};
@@ -288,6 +289,10 @@ impl Backend for Cuda {
         dense::head(self, matrix, rows, hidden, logits)?;
         self.expect(Some(Rows { address: logits.at(0), rows: rows.len() }));
         Ok(())
+    }
+
+    fn finds(&self) -> Finds {
+        Finds::Drawn
     }
 
     fn sample(

@@ -122,14 +122,15 @@ impl<B: Backend> Generator<B> {
         })
     }
 
-    /// Asks the backend for the tokens of the rows whose logits nobody else has to see.
+    /// Asks the backend for the tokens of the rows whose logits nobody else has to see, as far as it finds any.
     fn sample(&mut self, plan: &Plan) -> Result<(), EngineError> {
         self.asked.clear();
+        let finds = self.model.finds();
         for entry in plan.entries.iter().filter(|entry| entry.newest) {
             let sequence = &mut self.running[entry.index];
             if !sequence.is_finished() {
                 let drafts = &sequence.drafts[..entry.drafts];
-                sequence.answer.ask(&sequence.tokens, drafts, entry.first(), &mut self.asked);
+                sequence.answer.ask(&sequence.tokens, drafts, entry.first(), finds, &mut self.asked);
             }
         }
         self.given.clear();

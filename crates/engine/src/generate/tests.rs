@@ -3,7 +3,7 @@
 use glimmer_tensor::cpu::Cpu;
 
 use super::*;
-use crate::{depth::DepthPolicy, synthetic::SyntheticAcceptance};
+use crate::{depth::DepthPolicy, request::Sampling, synthetic::SyntheticAcceptance};
 
 const SEQUENCES: usize = 4;
 const DEPTH: usize = 3;
@@ -71,4 +71,26 @@ fn the_adaptive_depth_falls_when_nothing_stands_and_rises_when_everything_does()
     let high = go(&mut generator, &mut now, 60);
     assert!(share(&high, 1 + DEPTH) > 0.5, "a sweep finds that drafts are good again: {high:?}");
     assert!(longest(&high, 1 + DEPTH) > 15, "{high:?}");
+}
+
+#[test]
+fn rows_are_described_only_to_a_backend_that_finds_them() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16");
+    let settings = Settings { sequences: 1, context: Some(256), rows: 64, ..Settings::default() };
+    let mut generator = Generator::load(Cpu::new(1), &Checkpoint::open(path).unwrap(), &settings).unwrap();
+    for greedy in [true, false] {
+        let mut request = Request::new(vec![300, 301, 302], 4).ignoring_eos();
+        if !greedy {
+            request.sampling = Sampling { temperature: 0.8, top_k: Some(20), ..Sampling::greedy() };
+        }
+        generator.submit(request).unwrap();
+        while generator.step(&mut |_, _| Flow::Continue).unwrap() {
+            assert_eq!(
+                generator.asked.rows.len(),
+                usize::from(greedy),
+                "the CPU finds the largest logit and draws nothing"
+            );
+            assert_eq!(generator.given.len(), usize::from(greedy));
+        }
+    }
 }

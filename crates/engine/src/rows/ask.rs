@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use glimmer_tensor::{Draw, LogitChange, SampleRow, Samples};
+use glimmer_tensor::{Draw, Finds, LogitChange, SampleRow, Samples};
 
 use super::{Answer, Output, RowMask};
 use crate::{
@@ -23,10 +23,15 @@ impl Answer {
     /// - before a draft that was drawn, unless they are greedy: whether it stands depends on two distributions,
     /// - with log-probabilities,
     /// - with two biases for one token, whose sum would be rounded once instead of twice,
-    /// - of an answer with a constraint for which [`Answer::prepare`] has not been called;
+    /// - of an answer with a constraint for which [`Answer::prepare`] has not been called,
+    /// - that are none of those that the backend `finds`;
     ///
     /// and those that need none, because their token is forced or their constraint has failed.
-    pub fn ask(&mut self, known: &[u32], drafts: &[Draft], first: usize, asked: &mut Samples) {
+    pub fn ask(&mut self, known: &[u32], drafts: &[Draft], first: usize, finds: Finds, asked: &mut Samples) {
+        let wanted = if self.sampling.is_greedy() { Finds::Largest } else { Finds::Drawn };
+        if finds < wanted {
+            return;
+        }
         let readable = self.logprobs.is_some() || self.repeated_bias;
         if readable || self.rows == 0 && (self.shape.is_some() || self.prepare(drafts).is_err()) {
             return;

@@ -1,7 +1,7 @@
 //! One table of logits for every context, a constraint that is a function of its tokens, and answers with and without
 //! drafts.
 
-use glimmer_tensor::Samples;
+use glimmer_tensor::{Finds, Samples};
 use proptest::prelude::*;
 
 use super::*;
@@ -161,12 +161,12 @@ fn tell_by(
     tell_asking(case, logits, propose, None)
 }
 
-/// As `tell_by`; `given` counts the tokens that a backend finds, where one is asked.
+/// As `tell_by`; `given` counts the tokens that a backend finds which finds such rows, where one is asked.
 fn tell_asking(
     case: &Case,
     logits: &mut dyn FnMut(&[u32], &mut [f32]),
     propose: &mut dyn FnMut(&[u32]) -> Vec<Draft>,
-    mut given: Option<&mut usize>,
+    mut given: Option<(Finds, &mut usize)>,
 ) -> Told {
     let (mut answer, mut judge) = (case.answer(), RowJudge::new(PADDED));
     let mut known = case.request.prompt.to_vec();
@@ -183,12 +183,13 @@ fn tell_asking(
         let mut context = known.clone();
         context.extend(drafts[..fed].iter().map(|draft| draft.token));
         let mut tokens_given = vec![None; fed + 1];
-        if let Some(given) = &mut given {
+        if let Some((finds, given)) = &mut given {
             let (mut asked, mut changed, mut sampler) = (Samples::default(), Vec::new(), Sampler::default());
-            answer.ask(&known, &drafts, 0, &mut asked);
+            answer.ask(&known, &drafts, 0, *finds, &mut asked);
             assert_eq!(state(&answer), before, "asking changes nothing");
             asked.check(fed + 1, PADDED, VOCABULARY).unwrap();
             for row in &asked.rows {
+                assert!(*finds >= if row.draw.is_some() { Finds::Drawn } else { Finds::Largest });
                 let mut values = vec![0.0; PADDED];
                 logits(&context[..known.len() + row.row as usize], &mut values);
                 let token = token(&asked, row, &values[..VOCABULARY], &mut sampler, &mut changed);

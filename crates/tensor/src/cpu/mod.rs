@@ -28,7 +28,7 @@ pub use types::{AlignedVec, CpuBuffer, CpuMatrix, CpuRouting, CpuSelection, CpuV
 use types::{require, require_equal};
 
 use crate::{
-    Backend, CacheShape, Columns, DsaColumns, DsaWeights, Experts, IndexerWeights, KdaForm, KdaWeights, Linear,
+    Backend, CacheShape, Columns, DsaColumns, DsaWeights, Experts, Finds, IndexerWeights, KdaForm, KdaWeights, Linear,
     MatrixSource, MhcWeights, Norm, PatchGrid, Result, RouterRule, Samples, Step, Streams, Swiglu, TOKEN_PLACES,
     sample::largest,
 };
@@ -413,6 +413,10 @@ impl Backend for Cpu {
         logits: &mut Self::Buffer,
     ) -> Result<()> {
         dense::head(self, matrix, rows, hidden, logits)
+    }
+
+    fn finds(&self) -> Finds {
+        Finds::Largest
     }
 
     fn sample(

@@ -97,17 +97,20 @@ proptest! {
         }
         let plain = tell(&case, |_| Vec::new());
         let ids = plain.ids();
-        let mut given = 0;
-        let told = tell_asking(
-            &case,
-            &mut |context, row| table(case.table, context, row),
-            &mut |output| undrawn(&nearly(&ids, output.len(), depth, wrong, seed)),
-            Some(&mut given),
-        );
-        prop_assert_eq!(&told.tokens, &plain.tokens);
-        prop_assert_eq!(&told.finish, &plain.finish);
-        prop_assert_eq!(&told.state, &plain.state);
-        prop_assert!(given == 0 || case.request.logprobs.is_none());
+        for finds in [Finds::Nothing, Finds::Largest, Finds::Drawn] {
+            let mut given = 0;
+            let told = tell_asking(
+                &case,
+                &mut |context, row| table(case.table, context, row),
+                &mut |output| undrawn(&nearly(&ids, output.len(), depth, wrong, seed)),
+                Some((finds, &mut given)),
+            );
+            prop_assert_eq!(&told.tokens, &plain.tokens);
+            prop_assert_eq!(&told.finish, &plain.finish);
+            prop_assert_eq!(&told.state, &plain.state);
+            let may = finds >= if case.request.sampling.is_greedy() { Finds::Largest } else { Finds::Drawn };
+            prop_assert!(given == 0 || may && case.request.logprobs.is_none());
+        }
     }
 
     /// Greedy requests yield the same tokens whatever the drafts were drawn from.
