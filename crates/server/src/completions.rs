@@ -16,16 +16,15 @@ use crate::answer::{AnswerState, Rules};
 use crate::app::{App, unix_seconds};
 use crate::chat::job::{children, constrained, group};
 use crate::chat::request::check_model;
-use crate::chat::stream::first_error;
 use crate::chat::whole::stop_reason;
-use crate::engine::Parcel;
 use crate::error::{ApiError, Dialect};
 use crate::fields::{Fields, Problems, parse_object};
-use crate::frames::{Frames, Produced};
+use crate::frames::Produced;
 use crate::json::Json;
 use crate::logprobs::{CompletionLogprobs, TokenNames};
-use crate::run::{BATCH, Run};
+use crate::run::Run;
 use crate::sampling::{Common, check_vocabulary, top_count};
+use crate::streamed;
 use crate::usage::Usage;
 
 /// Tokens of an answer if the client does not say.
@@ -65,9 +64,10 @@ pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Re
     if !plan.stream {
         return Ok(estimate.stamp(whole(&app, &plan, run).await?));
     }
-    let first = run.wait_for(app.options.keep_alive).await?;
-    first_error(first.as_ref())?;
-    let body = Produced::new(|frames| stream(app, plan, run, first, frames));
+    let first = streamed::first(&mut run, app.options.keep_alive).await?;
+    let body = Produced::new(|frames| async move {
+        streamed::write(Writer::new(&app, &plan), run, first, app.options.keep_alive, frames).await;
+    });
     Ok(estimate.stamp(crate::event_stream(body)))
 }
 
@@ -329,75 +329,66 @@ async fn whole(app: &App, plan: &Plan, mut run: Run) -> Result<Response<Body>, A
     Ok(crate::json_response(body))
 }
 
-async fn stream(app: Arc<App>, plan: Plan, mut run: Run, mut next: Option<Parcel>, mut frames: Frames) {
-    let mut choices = plan.choices(&app);
-    let mut head = Vec::new();
-    let mut json = Json::new(&mut head);
-    json.raw("data: {\"id\":").text(&plan.id).raw(",\"object\":\"text_completion\",\"created\":").number(plan.created);
-    json.raw(",\"model\":").text(app.served_name()).raw(",\"choices\":[");
-    let mut failure = None;
-    loop {
-        for _ in 0..BATCH {
-            let Some((index, event)) = next.take().map(Parcel::open) else { break };
-            next = run.ready();
-            let first = !choices[index].begun;
-            if choices[index].state.ending.is_some() {
-                continue;
-            }
-            match plan.feed(&app, &mut run, index, &event, &mut choices) {
-                Err(error) => {
-                    failure = Some(error);
-                    break;
-                }
-                Ok(ended) => {
-                    let choice = &mut choices[index];
-                    let visible = !choice.text.is_empty() || !choice.ids.is_empty() || !choice.logprobs.is_empty();
-                    let full = first || choice.held >= app.options.stream_interval;
-                    if ended || (visible && full) {
-                        let out = frames.out();
-                        out.extend_from_slice(&head);
-                        let mut json = Json::new(out);
-                        choice.write(index, &plan, &mut json);
-                        json.raw("]");
-                        if plan.continuous_usage {
-                            json.raw(",\"usage\":");
-                            plan.usage(&app, &run, &choices).write(&mut json, false);
-                        }
-                        json.raw("}\n\n");
-                    }
-                }
-            }
-        }
-        if failure.is_some() || run.open() == 0 {
-            break;
-        }
-        if frames.send().await.is_err() {
-            return;
-        }
-        if next.is_none() {
-            match run.wait_for(app.options.keep_alive).await {
-                Ok(None) => frames.out().extend_from_slice(b": keep-alive\n\n"),
-                Ok(event) => next = event,
-                Err(error) => {
-                    failure = Some(error);
-                    break;
-                }
-            }
-        }
+/// Writes the events of all choices of a request.
+struct Writer<'a> {
+    app: &'a App,
+    plan: &'a Plan,
+    /// Everything before the choice.
+    head: Vec<u8>,
+    choices: Vec<Choice<'a>>,
+}
+
+impl<'a> Writer<'a> {
+    fn new(app: &'a App, plan: &'a Plan) -> Self {
+        let mut head = Vec::new();
+        let mut json = Json::new(&mut head);
+        json.raw("data: {\"id\":").text(&plan.id).raw(",\"object\":\"text_completion\",\"created\":");
+        json.number(plan.created).raw(",\"model\":").text(app.served_name()).raw(",\"choices\":[");
+        Self { app, plan, head, choices: plan.choices(app) }
     }
-    let out = frames.out();
-    if let Some(error) = failure {
-        out.extend_from_slice(b"data: ");
-        error.write(Dialect::OpenAi, out);
-        out.extend_from_slice(b"\n\n");
-    } else if plan.include_usage {
-        out.extend_from_slice(&head);
-        let mut json = Json::new(out);
-        json.raw("],\"usage\":");
-        plan.usage(&app, &run, &choices).write(&mut json, false);
-        json.raw("}\n\n");
+
+    /// The counts so far, behind the choices.
+    fn usage(&self, run: &Run, json: &mut Json<'_>) {
+        json.raw(",\"usage\":");
+        self.plan.usage(self.app, run, &self.choices).write(json, false);
     }
-    out.extend_from_slice(b"data: [DONE]\n\n");
-    drop(run);
-    frames.finish();
+}
+
+impl streamed::Writer for Writer<'_> {
+    fn event(&mut self, run: &mut Run, index: usize, event: TokenEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
+        let first = !self.choices[index].begun;
+        if self.choices[index].state.ending.is_some() {
+            return Ok(());
+        }
+        let ended = self.plan.feed(self.app, run, index, &event, &mut self.choices)?;
+        let choice = &mut self.choices[index];
+        let visible = !choice.text.is_empty() || !choice.ids.is_empty() || !choice.logprobs.is_empty();
+        let full = first || choice.held >= self.app.options.stream_interval;
+        if ended || (visible && full) {
+            out.extend_from_slice(&self.head);
+            let mut json = Json::new(out);
+            choice.write(index, self.plan, &mut json);
+            json.raw("]");
+            if self.plan.continuous_usage {
+                self.usage(run, &mut json);
+            }
+            json.raw("}\n\n");
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, run: &Run, failure: Option<&ApiError>, out: &mut Vec<u8>) {
+        if let Some(error) = failure {
+            out.extend_from_slice(b"data: ");
+            error.write(Dialect::OpenAi, out);
+            out.extend_from_slice(b"\n\n");
+        } else if self.plan.include_usage {
+            out.extend_from_slice(&self.head);
+            let mut json = Json::new(out);
+            json.raw("]");
+            self.usage(run, &mut json);
+            json.raw("}\n\n");
+        }
+        out.extend_from_slice(b"data: [DONE]\n\n");
+    }
 }

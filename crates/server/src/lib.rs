@@ -41,6 +41,7 @@ pub mod sizing;
 pub mod small;
 pub mod start;
 pub mod stops;
+mod streamed;
 pub mod tls;
 pub mod usage;
 

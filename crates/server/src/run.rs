@@ -21,9 +21,6 @@ use crate::engine::{Asked, EventSender, Parcel, Refusal, Ticket};
 use crate::error::ApiError;
 use crate::metrics::Meter;
 
-/// Most events that share a frame.
-pub(crate) const BATCH: usize = 256;
-
 /// A submitted request.
 #[derive(Debug)]
 pub struct Run {

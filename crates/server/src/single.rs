@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
+use glimmer_engine::request::TokenEvent;
 use glimmer_text::Event;
 
 use crate::answer::{AnswerState, Ending};
 use crate::app::App;
 use crate::chat::job::{Plan, Submitted};
-use crate::chat::stream::first_error;
 use crate::chat::whole::usage;
-use crate::engine::Parcel;
 use crate::error::ApiError;
-use crate::frames::{Frames, Produced};
-use crate::run::{BATCH, Run};
+use crate::frames::Produced;
+use crate::run::Run;
+use crate::streamed;
 use crate::usage::Usage;
 
 /// How an API writes its events.
@@ -39,58 +39,51 @@ pub async fn respond(
     wire: impl Wire,
 ) -> Result<axum::http::Response<axum::body::Body>, ApiError> {
     let Submitted { plan, mut run } = submitted;
-    let first = run.wait_for(app.options.keep_alive).await?;
-    first_error(first.as_ref())?;
-    let body = Produced::new(|frames| produce(app, plan, run, first, frames, wire));
+    let first = streamed::first(&mut run, app.options.keep_alive).await?;
+    let body = Produced::new(|frames| async move {
+        let state = AnswerState::new(app.model.format.tokenizer(), &plan.rules);
+        let writer = Single { app: &app, plan: &plan, state, events: Vec::new(), wire };
+        streamed::write(writer, run, first, app.options.keep_alive, frames).await;
+    });
     Ok(crate::event_stream(body))
 }
 
-async fn produce(
-    app: Arc<App>,
-    plan: Plan,
-    mut run: Run,
-    mut next: Option<Parcel>,
-    mut frames: Frames,
-    mut wire: impl Wire,
-) {
-    let mut state = AnswerState::new(app.model.format.tokenizer(), &plan.rules);
-    let mut events = Vec::new();
-    wire.begin(frames.out());
-    let failure = 'stream: loop {
-        for _ in 0..BATCH {
-            let Some((choice, event)) = next.take().map(Parcel::open) else { break };
-            if let Err(error) = run.feed(choice, &event, &mut state, &mut events) {
-                break 'stream Some(error);
-            }
-            for event in events.drain(..) {
-                wire.event(&event, frames.out());
-            }
-            next = run.ready();
-        }
-        if run.open() == 0 {
-            break None;
-        }
-        if frames.send().await.is_err() {
-            return;
-        }
-        if next.is_none() {
-            match run.wait_for(app.options.keep_alive).await {
-                Ok(None) => wire.keep_alive(frames.out()),
-                Ok(event) => next = event,
-                Err(error) => break Some(error),
-            }
-        }
-    };
-    match (&failure, &state.ending) {
-        (None, Some(ending)) => {
-            let usage = usage(&app, &plan, &run, std::iter::once(&state));
-            wire.end(ending, usage, frames.out());
-        }
-        (Some(error), _) => wire.failed(error, frames.out()),
-        (None, None) => wire.failed(&ApiError::internal(), frames.out()),
+/// Writes the one answer of a request.
+struct Single<'a, W> {
+    app: &'a App,
+    plan: &'a Plan,
+    state: AnswerState<'a>,
+    events: Vec<Event>,
+    wire: W,
+}
+
+impl<W: Wire> streamed::Writer for Single<'_, W> {
+    fn begin(&mut self, out: &mut Vec<u8>) {
+        self.wire.begin(out);
     }
-    drop(run);
-    frames.finish();
+
+    fn event(&mut self, run: &mut Run, choice: usize, event: TokenEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
+        run.feed(choice, &event, &mut self.state, &mut self.events)?;
+        for event in self.events.drain(..) {
+            self.wire.event(&event, out);
+        }
+        Ok(())
+    }
+
+    fn keep_alive(&mut self, out: &mut Vec<u8>) {
+        self.wire.keep_alive(out);
+    }
+
+    fn end(&mut self, run: &Run, failure: Option<&ApiError>, out: &mut Vec<u8>) {
+        match (failure, &self.state.ending) {
+            (None, Some(ending)) => {
+                let usage = usage(self.app, self.plan, run, std::iter::once(&self.state));
+                self.wire.end(ending, usage, out);
+            }
+            (Some(error), _) => self.wire.failed(error, out),
+            (None, None) => self.wire.failed(&ApiError::internal(), out),
+        }
+    }
 }
 
 /// Appends `event: <name>`, `data: <text>` and the empty line.

@@ -1,26 +1,22 @@
 //! A chat answer as server-sent events.
-//!
-//! One frame a batch of ready events. The headers wait for the first output, so that a request which fails before it is an
-//! HTTP error; only when that takes longer than the keep-alive interval they go out early, because proxies cut silent
-//! connections.
 
 use std::sync::Arc;
 
 use axum::body::Body;
 use axum::http::Response;
-use glimmer_engine::request::{FinishReason, Token, TokenEvent};
+use glimmer_engine::request::{Token, TokenEvent};
 use glimmer_text::Event;
 
 use super::job::{Plan, Submitted};
 use super::whole::{stop_reason, tool_call_id, usage};
 use crate::answer::AnswerState;
 use crate::app::App;
-use crate::engine::Parcel;
 use crate::error::{ApiError, Dialect};
-use crate::frames::{Frames, Produced};
+use crate::frames::Produced;
 use crate::json::Json;
 use crate::logprobs::TokenNames;
-use crate::run::{BATCH, Run};
+use crate::run::Run;
+use crate::streamed;
 
 /// Answers the request with a stream.
 ///
@@ -28,69 +24,11 @@ use crate::run::{BATCH, Run};
 /// What happens before the first output.
 pub async fn respond(app: Arc<App>, submitted: Submitted) -> Result<Response<Body>, ApiError> {
     let Submitted { plan, mut run } = submitted;
-    let first = run.wait_for(app.options.keep_alive).await?;
-    first_error(first.as_ref())?;
-    let body = Produced::new(|frames| produce(app, plan, run, first, frames));
+    let first = streamed::first(&mut run, app.options.keep_alive).await?;
+    let body = Produced::new(|frames| async move {
+        streamed::write(Writer::new(&app, &plan), run, first, app.options.keep_alive, frames).await;
+    });
     Ok(crate::event_stream(body))
-}
-
-/// A failure that nothing precedes is still an HTTP error.
-///
-/// # Errors
-/// That failure.
-pub fn first_error(first: Option<&Parcel>) -> Result<(), ApiError> {
-    match first.and_then(Parcel::whole) {
-        Some(TokenEvent { tokens, finish: Some(finish), .. }) if tokens.is_empty() => match &finish.reason {
-            FinishReason::Error(error) => Err(error.into()),
-            _ => Ok(()),
-        },
-        _ => Ok(()),
-    }
-}
-
-async fn produce(app: Arc<App>, plan: Plan, mut run: Run, mut next: Option<Parcel>, mut frames: Frames) {
-    let mut writer = Writer::new(&app, &plan);
-    let mut failure = None;
-    loop {
-        for _ in 0..BATCH {
-            let Some((choice, event)) = next.take().map(Parcel::open) else { break };
-            if let Err(error) = writer.step(&mut run, choice, event, frames.out()) {
-                failure = Some(error);
-                break;
-            }
-            next = run.ready();
-        }
-        if failure.is_some() || run.open() == 0 {
-            break;
-        }
-        if frames.send().await.is_err() {
-            return;
-        }
-        if next.is_none() {
-            match run.wait_for(app.options.keep_alive).await {
-                Ok(None) => frames.out().extend_from_slice(b": keep-alive\n\n"),
-                Ok(event) => next = event,
-                Err(error) => {
-                    failure = Some(error);
-                    break;
-                }
-            }
-        }
-    }
-    let out = frames.out();
-    match failure {
-        Some(error) => {
-            out.extend_from_slice(b"data: ");
-            error.write(Dialect::OpenAi, out);
-            out.extend_from_slice(b"\n\n");
-        }
-        None if plan.include_usage => writer.usage(&run, out),
-        None => {}
-    }
-    out.extend_from_slice(b"data: [DONE]\n\n");
-    // The engine's resources are free before the client knows that the answer is complete.
-    drop(run);
-    frames.finish();
 }
 
 /// Writes the events of all answers of a request.
@@ -129,32 +67,6 @@ impl<'a> Writer<'a> {
         };
         let choices = (0..plan.n).map(choice).collect();
         Self { app, plan, names, head, choices }
-    }
-
-    fn step(&mut self, run: &mut Run, index: usize, mut event: TokenEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
-        let choice = &mut self.choices[index];
-        if choice.state.ending.is_some() {
-            return Ok(());
-        }
-        let hidden = !self.plan.rules.include_reasoning && choice.state.in_reasoning();
-        let counted = run.feed(index, &event, &mut choice.state, &mut choice.events)?;
-        let ended = choice.state.ending.is_some();
-        choice.held += u32::try_from(counted).unwrap_or(u32::MAX);
-        if (self.plan.logprobs || self.plan.token_ids) && !hidden {
-            choice.tokens.extend(event.tokens.drain(..counted));
-        }
-        if !choice.begun {
-            choice.begun = true;
-            self.role(index, run, out);
-        } else if !ended && choice.held < self.app.options.stream_interval {
-            return Ok(());
-        }
-        self.choices[index].held = 0;
-        self.deltas(index, run, out);
-        if ended {
-            self.last(index, run, out);
-        }
-        Ok(())
     }
 
     /// The event that opens a choice.
@@ -274,6 +186,47 @@ impl<'a> Writer<'a> {
             usage(self.app, self.plan, run, self.choices.iter().map(|choice| &choice.state)).write(&mut json, false);
         }
         out.extend_from_slice(b"}\n\n");
+    }
+}
+
+impl streamed::Writer for Writer<'_> {
+    fn event(&mut self, run: &mut Run, index: usize, mut event: TokenEvent, out: &mut Vec<u8>) -> Result<(), ApiError> {
+        let choice = &mut self.choices[index];
+        if choice.state.ending.is_some() {
+            return Ok(());
+        }
+        let hidden = !self.plan.rules.include_reasoning && choice.state.in_reasoning();
+        let counted = run.feed(index, &event, &mut choice.state, &mut choice.events)?;
+        let ended = choice.state.ending.is_some();
+        choice.held += u32::try_from(counted).unwrap_or(u32::MAX);
+        if (self.plan.logprobs || self.plan.token_ids) && !hidden {
+            choice.tokens.extend(event.tokens.drain(..counted));
+        }
+        if !choice.begun {
+            choice.begun = true;
+            self.role(index, run, out);
+        } else if !ended && choice.held < self.app.options.stream_interval {
+            return Ok(());
+        }
+        self.choices[index].held = 0;
+        self.deltas(index, run, out);
+        if ended {
+            self.last(index, run, out);
+        }
+        Ok(())
+    }
+
+    fn end(&mut self, run: &Run, failure: Option<&ApiError>, out: &mut Vec<u8>) {
+        match failure {
+            Some(error) => {
+                out.extend_from_slice(b"data: ");
+                error.write(Dialect::OpenAi, out);
+                out.extend_from_slice(b"\n\n");
+            }
+            None if self.plan.include_usage => self.usage(run, out),
+            None => {}
+        }
+        out.extend_from_slice(b"data: [DONE]\n\n");
     }
 }
 
