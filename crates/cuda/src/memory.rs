@@ -120,6 +120,46 @@ impl Memory {
         self.bytes
     }
 
+    /// The memory as a matrix of bf16, `rows` rows of `columns` elements that start `pitch` elements apart, for the copy engine,
+    /// which takes boxes of `box_rows` rows by 64 columns: rows of 128 bytes in shared memory, 16-byte pieces of row r at their
+    /// number ^ (r % 8), zeros beyond the matrix. The words are what a kernel gives the engine; they must lie at a multiple of
+    /// 64 bytes. Errors: the driver's, for a pitch that is no multiple of eight.
+    pub(crate) fn boxes(&self, rows: usize, columns: usize, pitch: usize, box_rows: u32) -> Result<[u64; 16]> {
+        use sys::{
+            CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 as BF16,
+            CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE as ZEROS,
+            CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE as PLAIN,
+            CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B as TOGETHER,
+            CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B as SWIZZLED,
+        };
+        if let Some(last) = rows.checked_sub(1) {
+            self.inside(0, 2 * (last * pitch + columns));
+        }
+        let mut map = sys::CUtensorMap { opaque: [0; 16] };
+        let (sizes, strides) = ([columns as u64, rows as u64], [2 * pitch as u64]);
+        let (boxes, steps) = ([64, box_rows], [1, 1]);
+        let start = self.start as *mut std::ffi::c_void;
+        // SAFETY: all pointers but `start` are of live locals of the lengths that two dimensions have; `start` is not followed.
+        let code = unsafe {
+            sys::cuTensorMapEncodeTiled(
+                &raw mut map,
+                BF16,
+                2,
+                start,
+                sizes.as_ptr(),
+                strides.as_ptr(),
+                boxes.as_ptr(),
+                steps.as_ptr(),
+                PLAIN,
+                SWIZZLED,
+                TOGETHER,
+                ZEROS,
+            )
+        };
+        check("cuTensorMapEncodeTiled", code)?;
+        Ok(map.opaque)
+    }
+
     fn stream(&self) -> Result<sys::CUstream> {
         self.arena.device.bind()?;
         Ok(self.arena.device.stream())

@@ -32,8 +32,10 @@ pub(crate) enum Format {
         /// Elements a row.
         pitch: usize,
     },
-    /// Halves in the slots of the work list, in scratch: input of the experts' second product (see `kernels/experts.cu`).
+    /// In the slots of the work list, in scratch: input of the experts' second product (see `kernels/slots.cu`).
     Slots {
+        /// One plane of IEEE halves (beside INT4 weights) rather than planes of bf16.
+        half: bool,
         /// Slots of a piece of 64 columns.
         slots: usize,
     },

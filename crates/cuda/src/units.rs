@@ -89,7 +89,10 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
     // The draft layer's experts, whole and as slices of two and four ranks.
     let slices = [1, 2, 4].map(|ranks| (false, moe_config.intermediate_size / ranks));
     for (swiglu, columns) in [(true, text.hidden_size)].into_iter().chain(slices) {
-        units.extend(experts_bf16::constants(swiglu, columns, 2).map(|constants| experts_bf16::FILE.unit(&constants)));
+        units.extend(experts_bf16::constants(swiglu, columns, 2).map(|constants| experts_bf16::FEW.unit(&constants)));
+    }
+    for swiglu in [true, false] {
+        units.extend(experts_bf16::many_constants(swiglu, 2).map(|constants| experts_bf16::MANY.unit(&constants)));
     }
     for (swiglu, columns) in [(true, text.hidden_size), (false, moe_config.intermediate_size)] {
         let groups = columns / GROUP;
@@ -108,7 +111,8 @@ pub fn needs_warpgroups(unit: &Unit) -> bool {
     let only = [
         experts::FEW.name,
         experts::MANY.name,
-        experts_bf16::FILE.name,
+        experts_bf16::FEW.name,
+        experts_bf16::MANY.name,
         few::FILE.name,
         heads::FILE.name,
         sparse::FILE.name,

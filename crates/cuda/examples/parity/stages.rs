@@ -584,16 +584,15 @@ fn moe<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
     }
 }
 
-/// Wide experts, whose columns the warps of a block share: results, and that a row alone gives the bits it gives beside
-/// others.
-fn wide_experts<B: Backend>(b: &mut B, kind: Kind, out: &mut Vec<Named>) {
-    let (experts, top, hidden, width) = (6, 2, 2048, 1024);
+/// Wide experts, whose columns the warps of a block share: results, that a row alone gives the bits it gives beside others, and
+/// that activations of BF16 experts have the same bits beside any many others. Experts, experts a row, width of the model, width
+/// of an expert.
+fn wide_experts<B: Backend>(b: &mut B, kind: Kind, shape: [usize; 4], out: &mut Vec<Named>) {
+    let [experts, top, hidden, width] = shape;
     let random = &mut Random(77);
     // The numbers of rows; beyond the most, a row's bits are not those that it has alone.
-    let (sizes, most, bound): (&[usize], _, _) = match kind {
-        Kind::Int4 => (&[1, 3, 24, 60, 130, 300, 400, 1100, 2600], 320, HALVES),
-        _ => (&[1, 3, 24, 60, 128, 130], 128, 3.0 * PRODUCT),
-    };
+    let sizes = [1, 3, 24, 60, 128, 130, 300, 400, 1100, 2600];
+    let (most, bound) = if kind == Kind::Int4 { (320, HALVES) } else { (128, 3.0 * PRODUCT) };
     let rule = RouterRule { top, groups: 1, top_groups: 1, normalize: true, scale: 2.5 };
     let gate = matrix(b, random, Kind::F32, experts, hidden);
     let bias = vector(b, &random.values(experts));
@@ -606,19 +605,42 @@ fn wide_experts<B: Backend>(b: &mut B, kind: Kind, out: &mut Vec<Named>) {
         let mut y = poison(b, rows, hidden);
         b.route(rows, &gate, &bias, rule, &x, &mut routing).unwrap();
         b.moe_up(rows, &set, &routing, &x, &mut act, &mut none).unwrap();
+        let held = read(b, &act, top, width);
         b.moe_down(rows, &set, &routing, &act, &none, &mut y).unwrap();
-        read(b, &y, rows, hidden)
+        (read(b, &y, rows, hidden), held)
     };
-    for &rows in sizes {
-        let values = random.values(rows * hidden);
-        let y = run(b, rows, &values);
+    let mut first: Option<Vec<f32>> = None;
+    let row = random.values(hidden);
+    for rows in sizes {
+        let mut values = random.values(rows * hidden);
+        values[..hidden].copy_from_slice(&row);
+        let (y, held) = run(b, rows, &values);
+        if kind == Kind::Bf16 && rows > most {
+            let first = first.get_or_insert_with(|| held.clone());
+            let same = first.iter().zip(&held).all(|(a, b)| a.to_bits() == b.to_bits());
+            out.push((format!("moe_beside_{kind:?} {shape:?} M {rows}"), vec![f32::from(u8::from(same))], 0.0));
+        }
         let compared = if rows > most { vec![] } else { vec![0, rows / 2, rows - 1] };
         for row in compared {
-            let alone = run(b, 1, &values[row * hidden..(row + 1) * hidden]);
+            let (alone, _) = run(b, 1, &values[row * hidden..(row + 1) * hidden]);
             let same = alone.iter().zip(&y[row * hidden..]).all(|(a, b)| a.to_bits() == b.to_bits());
-            out.push((format!("moe_alone {kind:?} row {row} of {rows}"), vec![f32::from(u8::from(same))], 0.0));
+            out.push((
+                format!("moe_alone_{kind:?} {shape:?} row {row} of {rows}"),
+                vec![f32::from(u8::from(same))],
+                0.0,
+            ));
         }
-        out.push((format!("moe_wide {kind:?} M {rows}"), y, bound));
+        out.push((format!("moe_wide_{kind:?} {shape:?} M {rows}"), y, bound));
+    }
+}
+
+/// Wide experts in both kinds, and BF16 ones of which a tile holds a part only, with all rows at one of them and not.
+fn wide_experts_of_shapes<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
+    for kind in [Kind::Int4, Kind::Bf16] {
+        wide_experts(b, kind, [6, 2, 2048, 1024], out);
+    }
+    for shape in [[5, 2, 512, 192], [1, 1, 512, 64], [40, 3, 1024, 320]] {
+        wide_experts(b, Kind::Bf16, shape, out);
     }
 }
 
@@ -670,9 +692,7 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     if which == Which::Experts {
         router::router(b, &mut out);
         moe(b, &mut out);
-        for kind in [Kind::Int4, Kind::Bf16] {
-            wide_experts(b, kind, &mut out);
-        }
+        wide_experts_of_shapes(b, &mut out);
         return out;
     }
     if which == Which::Kda {
@@ -693,9 +713,7 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     kda_chunks(b, &mut out);
     dsa(b, &mut out);
     moe(b, &mut out);
-    for kind in [Kind::Int4, Kind::Bf16] {
-        wide_experts(b, kind, &mut out);
-    }
+    wide_experts_of_shapes(b, &mut out);
     vision(b, &mut out);
     out
 }

@@ -116,7 +116,10 @@ impl Cuda {
         buffer.require("read: the buffer", row + 1, values.len())?;
         match buffer.format {
             Format::Float => self.read_floats(buffer, row, values)?,
-            Format::Slots { slots } => slots::read(&self.scratch, slots, row, values)?,
+            Format::Slots { half, slots } => {
+                let planes = if half { 0 } else { self.planes };
+                slots::read(&self.scratch, slots, planes, row, values)?;
+            }
             Format::Planes { half, rows, pitch } => {
                 require("read: rows of the planes", row + 1, rows)?;
                 require("read: columns of the planes", values.len(), pitch)?;

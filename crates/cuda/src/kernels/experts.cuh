@@ -68,10 +68,3 @@ DEVICE Item item_at(const Args &p, int i) {
     const u32 *item = (const u32 *)(p.items + i);
     return Item{load_far(item), load_far(item + 1), load_far(item + 2)};
 }
-
-// `clamped_swiglu` by the fast exponential and division: 2^-21, where the result is rounded to 2^-11.
-DEVICE float quick_swiglu(float gate, float up, float limit) {
-    gate = gate > limit ? limit : gate;
-    up = up > limit ? limit : (up < -limit ? -limit : up);
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-}

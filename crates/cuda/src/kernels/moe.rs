@@ -34,7 +34,7 @@ fn slot_args(table: u64, list: List) -> experts::Args {
     }
 }
 
-/// The same for BF16 experts with matrices like `matrix`.
+/// The same for BF16 experts with matrices like `matrix` and few rows.
 fn bf16_args(table: u64, list: List, matrix: &CudaMatrix) -> experts_bf16::Args {
     experts_bf16::Args {
         table,
@@ -43,6 +43,18 @@ fn bf16_args(table: u64, list: List, matrix: &CudaMatrix) -> experts_bf16::Args 
         list: list.grouped,
         w_bytes: 2 * matrix.pitch as i32,
         ..experts_bf16::Args::zeroed()
+    }
+}
+
+/// And with many rows.
+fn many_args(maps: u64, list: List) -> experts_bf16::ManyArgs {
+    experts_bf16::ManyArgs {
+        maps,
+        items: list.items,
+        item_count: list.count,
+        list: list.grouped,
+        slots: list.slots as i32,
+        ..experts_bf16::ManyArgs::zeroed()
     }
 }
 
@@ -74,11 +86,7 @@ fn table(cuda: &mut Cuda, set: &Experts<Cuda>, routing: &CudaRouting, rows: usiz
         hidden: first.down.weight.out,
         int4: first.gate.weight.kind == Kind::Int4,
     };
-    let mut hash = DefaultHasher::new();
-    for e in &set.routed {
-        [e.gate.weight.id, e.up.weight.id, e.down.weight.id].hash(&mut hash);
-    }
-    let key = hash.finish();
+    let key = digest(set, "addresses");
     if let Some(table) = cuda.tables.get(&key) {
         return Ok((shape, table.address()));
     }
@@ -96,6 +104,34 @@ fn table(cuda: &mut Cuda, set: &Experts<Cuda>, routing: &CudaRouting, rows: usiz
     let address = table.address();
     cuda.tables.insert(key, table);
     Ok((shape, address))
+}
+
+/// A set's key among the tables, by what a table holds.
+fn digest(set: &Experts<Cuda>, what: &str) -> u64 {
+    let mut hash = DefaultHasher::new();
+    what.hash(&mut hash);
+    for e in &set.routed {
+        [e.gate.weight.id, e.up.weight.id, e.down.weight.id].hash(&mut hash);
+    }
+    hash.finish()
+}
+
+/// The address of what the copy engine must know of a set's matrices, three of each expert, which [`table`] has checked.
+fn maps(cuda: &mut Cuda, set: &Experts<Cuda>) -> Result<u64> {
+    let key = digest(set, "boxes");
+    if let Some(maps) = cuda.tables.get(&key) {
+        return Ok(maps.address());
+    }
+    let mut all = Vec::with_capacity(3 * set.routed.len());
+    for e in &set.routed {
+        for matrix in [&e.gate.weight, &e.up.weight, &e.down.weight] {
+            all.push(experts_bf16::map(matrix)?);
+        }
+    }
+    let maps = cuda.memory.upload("boxes of experts", &all)?;
+    let address = maps.address();
+    cuda.tables.insert(key, maps);
+    Ok(address)
 }
 
 /// Outputs of the experts, in slots or in the order of choices.
@@ -141,9 +177,23 @@ pub(crate) fn moe_up(
             ..slot_args(table, list)
         };
         experts::run(cuda, true, tokens, args)?;
-        act.format = Format::Slots { slots: list.slots };
-    } else if !shape.int4 && experts_bf16::takes(cuda, rows, shape.input, x) {
-        let list = slots::list(cuda, rows, routing, experts_bf16::TOKENS, None)?;
+        act.format = Format::Slots { half: true, slots: list.slots };
+    } else if !shape.int4 && experts_bf16::takes_many(cuda, rows, shape.input, shape.width) {
+        experts::check_columns("moe_up: columns of the input in fours", x.width)?;
+        let (tokens, maps) = (experts_bf16::many_tokens(rows), maps(cuda, set)?);
+        let list = slots::list(cuda, rows, routing, tokens, None)?;
+        let from = (x.at(0), x.width, shape.input);
+        let args = experts_bf16::ManyArgs {
+            x: slots::fill_planes(cuda, slots::TOKENS, rows, from, routing, routing.top, list)?,
+            y: cuda.scratch(slots::ACTIVATIONS, cuda.planes * slots::slot_bytes(list.slots, shape.width))?,
+            outputs: shape.width as i32,
+            limit: set.limit,
+            ..many_args(maps, list)
+        };
+        experts_bf16::run_many(cuda, true, tokens, shape.input, args)?;
+        act.format = Format::Slots { half: false, slots: list.slots };
+    } else if !shape.int4 && experts_bf16::takes_few(cuda, rows, shape.input, x) {
+        let list = slots::list(cuda, rows, routing, experts_bf16::FEW_TOKENS, None)?;
         let args = experts_bf16::Args {
             x: x.at(0),
             y: act.at(0),
@@ -154,7 +204,7 @@ pub(crate) fn moe_up(
             limit: set.limit,
             ..bf16_args(table, list, &set.routed[0].gate.weight)
         };
-        experts_bf16::run(cuda, true, shape.input, args)?;
+        experts_bf16::run_few(cuda, true, shape.input, args)?;
         act.format = Format::Float;
     } else {
         let planes = gemm::planes(cuda, rows, input, shape.kind())?;
@@ -189,6 +239,18 @@ pub(crate) fn moe_up(
     Ok(())
 }
 
+/// Activations are what [`moe_up`] left in the list's slots.
+fn require_slots(act: &CudaBuffer, half: bool, list: List) -> Result<()> {
+    if act.format == (Format::Slots { half, slots: list.slots }) {
+        return Ok(());
+    }
+    Err(Error::Weight {
+        name: "activation of moe_down".to_owned(),
+        expected: "what moe_up left for this routing".to_owned(),
+        found: format!("{:?}", act.format),
+    })
+}
+
 /// [`glimmer_tensor::Backend::moe_down`].
 pub(crate) fn moe_down(
     cuda: &mut Cuda,
@@ -217,12 +279,8 @@ pub(crate) fn moe_down(
             experts::check_columns("moe_down: columns of the activation in fours", act.width)?;
             let into = List { packed: x, ..list };
             list = slots::fill(cuda, choices, (act.at(0), act.width, shape.width), routing, 1, into)?;
-        } else if act.format != (Format::Slots { slots: list.slots }) {
-            return Err(Error::Weight {
-                name: "activation of moe_down".to_owned(),
-                expected: "what moe_up left for this routing".to_owned(),
-                found: format!("{:?}", act.format),
-            });
+        } else {
+            require_slots(act, true, list)?;
         }
         let args = experts::Args {
             x,
@@ -232,8 +290,28 @@ pub(crate) fn moe_down(
             ..slot_args(table, list)
         };
         experts::run(cuda, false, tokens, args)?;
-    } else if !shape.int4 && experts_bf16::takes(cuda, rows, shape.width, act) {
-        list = slots::list(cuda, rows, routing, experts_bf16::TOKENS, None)?;
+    } else if !shape.int4 && experts_bf16::takes_many(cuda, rows, shape.input, shape.width) {
+        let (tokens, maps) = (experts_bf16::many_tokens(rows), maps(cuda, set)?);
+        list = slots::list(cuda, rows, routing, tokens, None)?;
+        down = cuda.scratch(DOWN, 4 * choices * shape.hidden)?;
+        let x = if act.format == Format::Float {
+            experts::check_columns("moe_down: columns of the activation in fours", act.width)?;
+            let from = (act.at(0), act.width, shape.width);
+            slots::fill_planes(cuda, slots::ACTIVATIONS, choices, from, routing, 1, list)?
+        } else {
+            require_slots(act, false, list)?;
+            cuda.scratch(slots::ACTIVATIONS, cuda.planes * slots::slot_bytes(list.slots, shape.width))?
+        };
+        let args = experts_bf16::ManyArgs {
+            x,
+            y: down,
+            outputs: shape.hidden as i32,
+            y_stride: shape.hidden as i32,
+            ..many_args(maps, list)
+        };
+        experts_bf16::run_many(cuda, false, tokens, shape.width, args)?;
+    } else if !shape.int4 && experts_bf16::takes_few(cuda, rows, shape.width, act) {
+        list = slots::list(cuda, rows, routing, experts_bf16::FEW_TOKENS, None)?;
         down = cuda.scratch(DOWN, 4 * choices * shape.hidden)?;
         let args = experts_bf16::Args {
             x: act.at(0),
@@ -244,7 +322,7 @@ pub(crate) fn moe_down(
             divisor: 1,
             ..bf16_args(table, list, &set.routed[0].down.weight)
         };
-        experts_bf16::run(cuda, false, shape.width, args)?;
+        experts_bf16::run_few(cuda, false, shape.width, args)?;
     } else {
         let input = Input { buffer: act, start: 0, width: shape.width, list: 0 };
         let planes = gemm::planes(cuda, choices, input, shape.kind())?;

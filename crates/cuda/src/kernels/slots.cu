@@ -6,6 +6,8 @@
 // Tokens in slots: halves `[columns / 64][pitch][64]`, 16-byte pieces of slot s at their number ^ (s % 8). A code at the higher
 // place of a word weighs 16 times (see experts.cuh), so columns of odd pieces are held at a quarter, the others at four times.
 //
+// Beside BF16 weights tokens are planes of bf16 at their own value instead, high and low, `[columns / 64][planes][pitch][64]`.
+//
 // Constants: TOP, experts a row; EXPERTS.
 #include "common.cuh"
 
@@ -196,6 +198,29 @@ KERNEL fill(const float *x, int x_stride, int hidden, int top, const u32 *slots,
     if (8 * at >= hidden) return;
     const uint4 v = eight(x + (u64)row * x_stride, at);
     for (int k = 0; k < top; k++) *(uint4 *)(packed + place_of(pitch, slots[row * top + k], at)) = v;
+}
+
+// The same as planes of bf16.
+KERNEL fill_planes(const float *x, int x_stride, int hidden, int top, const u32 *slots, u8 *packed, int pitch, int planes) {
+    const int row = blockIdx.y, at = blockIdx.x * 128 + threadIdx.x;
+    after_previous();
+    let_next_begin();
+    if (8 * at >= hidden) return;
+    const float4 *from = (const float4 *)(x + (u64)row * x_stride + 8 * at);
+    const float4 a = from[0], b = from[1];
+    const float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    u32 high[4], low[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        high[i] = narrow(v[2 * i], v[2 * i + 1]);
+        low[i] = narrow(v[2 * i] - widen_low(high[i]), v[2 * i + 1] - widen_high(high[i]));
+    }
+    for (int k = 0; k < top; k++) {
+        const u32 slot = slots[row * top + k];
+        u8 *to = packed + ((u64)(at >> 3) * planes * pitch + slot) * 128 + (((at ^ slot) & 7) << 4);
+        *(uint4 *)to = make_uint4(high[0], high[1], high[2], high[3]);
+        if (planes > 1) *(uint4 *)(to + (u64)pitch * 128) = make_uint4(low[0], low[1], low[2], low[3]);
+    }
 }
 
 // out[row] = sum over the row's experts, ascending, of weight * down[slot of the choice], then + shared. `down` is halves in

@@ -25,6 +25,8 @@ const ARRANGED_ROWS: usize = 512;
 
 /// Slot of every choice.
 const SLOTS_OF: &str = "slots of the choices";
+/// Rows in slots.
+pub(crate) const TOKENS: &str = "tokens of the experts";
 /// Activations of the experts, in slots.
 pub(crate) const ACTIVATIONS: &str = "activations of the experts";
 
@@ -80,7 +82,7 @@ pub(crate) fn list(
     let items = cuda.scratch("work items", 4 * ITEM_WORDS * most)?;
     let count = cuda.scratch("number of work items", 4)?;
     let packed = match rows_in {
-        Some((_, columns)) => cuda.scratch("tokens of the experts", slot_bytes(slots, columns))?,
+        Some((_, columns)) => cuda.scratch(TOKENS, slot_bytes(slots, columns))?,
         None => 0,
     };
     let wanted = (routing.id, rows, tokens);
@@ -139,6 +141,32 @@ pub(crate) fn fill(
     Ok(List { fresh: false, ..list })
 }
 
+/// Rows as planes of bf16 in the slots of their choices, `top` a row; gives their address.
+pub(crate) fn fill_planes(
+    cuda: &mut Cuda,
+    what: &'static str,
+    rows: usize,
+    (x, stride, columns): (u64, usize, usize),
+    routing: &CudaRouting,
+    top: usize,
+    list: List,
+) -> Result<u64> {
+    let planes = cuda.planes;
+    let packed = cuda.scratch(what, planes * slot_bytes(list.slots, columns))?;
+    let arguments = Arguments::new()
+        .with(x)
+        .int(stride)
+        .int(columns)
+        .int(top)
+        .with(list.slot_of)
+        .with(packed)
+        .int(list.slots)
+        .int(planes);
+    let kernel = cuda.kernels.get(&FILE, &constants(routing), "fill_planes")?;
+    cuda.kernels.launch_early(kernel, Grid::new([columns.div_ceil(1024), rows, 1], 128), arguments)?;
+    Ok(packed)
+}
+
 /// Weighted sums of the experts' outputs in slots at `down`, plus the shared expert's at `shared`, if that is not 0.
 pub(crate) fn combine(
     cuda: &Cuda,
@@ -163,10 +191,11 @@ pub(crate) fn combine(
     Ok(cuda.kernels.launch_early(kernel, Grid::new([hidden.div_ceil(1024), rows, 1], 128), arguments)?)
 }
 
-/// A row of activations in slots, for the host.
+/// A row of activations in slots, for the host: so many planes of bf16, or halves when there are none.
 pub(crate) fn read(
     scratch: &HashMap<&'static str, Memory>,
     slots: usize,
+    planes: usize,
     row: usize,
     values: &mut [f32],
 ) -> Result<()> {
@@ -177,11 +206,21 @@ pub(crate) fn read(
     slot_of.read(4 * row, &mut slot)?;
     let slot = slot[0] as usize;
     for (piece, values) in values.chunks_mut(INT4_ROWS).enumerate() {
-        let mut halves = [0u16; INT4_ROWS];
-        memory.read(128 * (piece * slots + slot), &mut halves)?;
-        for (i, v) in values.iter_mut().enumerate() {
-            let held = half::f16::from_bits(halves[8 * ((i / 8) ^ (slot % 8)) + i % 8]).to_f32();
-            *v = if i / 8 % 2 == 1 { 4.0 * held } else { 0.25 * held };
+        let mut held = [0u16; INT4_ROWS];
+        let place = |i: usize| 8 * ((i / 8) ^ (slot % 8)) + i % 8;
+        if planes > 0 {
+            values.fill(0.0);
+        }
+        for plane in 0..planes {
+            memory.read(128 * ((piece * planes + plane) * slots + slot), &mut held)?;
+            values.iter_mut().enumerate().for_each(|(i, v)| *v += f32::from_bits(u32::from(held[place(i)]) << 16));
+        }
+        if planes == 0 {
+            memory.read(128 * (piece * slots + slot), &mut held)?;
+            for (i, v) in values.iter_mut().enumerate() {
+                let held = half::f16::from_bits(held[place(i)]).to_f32();
+                *v = if i / 8 % 2 == 1 { 4.0 * held } else { 0.25 * held };
+            }
         }
     }
     Ok(())

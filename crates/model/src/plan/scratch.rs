@@ -129,9 +129,10 @@ impl Largest<'_> {
         let (choices, experts) = (rows * moe.experts_per_token, moe.num_experts);
         // Every expert's choices begin at an eighth slot.
         let slots = (choices + 7 * experts.min(choices)).next_multiple_of(8);
-        let in_slots = |width: usize| if self.int4 { 2 * slots * width.next_multiple_of(64) } else { 0 };
-        // Experts as they are stored leave their outputs in f32: the draft layer's do.
+        // Experts as they are stored, as the draft layer's are, leave their outputs in f32; many rows go to them in two planes.
         let stored = self.draft_layer || !self.int4;
+        let in_slots = |width: usize| if self.int4 { 2 * slots * width.next_multiple_of(64) } else { 0 };
+        let planes = |width: usize| if stored && rows > 128 { 4 * slots * width.next_multiple_of(64) } else { 0 };
         let joint = if self.draft_layer { 2 * hidden } else { hidden };
         let widest = [joint, kda, values, query].into_iter().max().unwrap_or(0);
         let patches = if self.vision.is_some() { self.patches } else { 0 };
@@ -150,7 +151,7 @@ impl Largest<'_> {
             }
             // What devices without warpgroup products take.
             "activations as planes of halves" => 0,
-            "activations of the experts" => in_slots(inner),
+            "activations of the experts" => in_slots(inner).max(planes(inner)),
             "attended latents" | "attended latents as planes" => 4 * turn * latents,
             "attention of parts" => BOUND.min(4 * rows.max(1) * latents * if rows <= 320 { 4 } else { 1 }),
             "choices by expert" => 4 * slots,
@@ -181,7 +182,7 @@ impl Largest<'_> {
             "the sampler's parts" => 8 * (self.logits * text.vocab_size.div_ceil(2048)).max(4096),
             "the sampler's rows that ended" => 4 * self.logits,
             "the step's plan" => 4 * (16 * rows + self.context),
-            "tokens of the experts" => in_slots(hidden),
+            "tokens of the experts" => in_slots(hidden).max(planes(hidden)),
             "work items" => 12 * choices.min(experts + choices / 8),
             "workspace of products" => 32 << 20,
             _ => 0,
