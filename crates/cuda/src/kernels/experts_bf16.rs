@@ -16,7 +16,7 @@
 //! Chain of 288 experts, 8 a row, 4096 wide, slices of 1024 features, in per cent of the read rate at 1, 3, 8 and 24 rows: the
 //! products of [`super::gemm`] 38, 52, 55, 56; these, set up early, 68, 86, 84, 70; set up when the launch in front has ended, 90 at 8
 //! and 94 at 24. Rows at a time and us of the chain with the combination: 256, 768, 2048 and 8192 rows took 2684, 3263, 5454 and
-//! 18651 by the products of [`super::gemm`], and take 1721, 1852, 2227 and 5876 by those of warpgroups. See
+//! 18651 by the products of [`super::gemm`], and take 1721, 1854, 2246 and 6170 by those of warpgroups. See
 //! `benches/records/h200-experts.md`.
 
 use bytemuck::{Pod, Zeroable};

@@ -10,6 +10,10 @@
 // Tokens in slots: planes of bf16 `[columns / 64][PLANES][slots][64]`, as slots.cu has them. A tile's end: with SWIGLU both planes of
 // the activations go through shared memory into their slots, 32 tokens at a time; outputs go as f32 to the rows of their choices.
 //
+// What else was tried, us at 8192 rows of 1024 features: the choice of a token read when its outputs are stored, down 2207 instead of
+// 1680 to 1950 (sixteen reads one after the other end a tile of sixteen stages); outputs through shared memory, as 16 bytes a
+// thread, as these. The device is at its power limit there, so the whole chain hardly moved: 5880 to 6170 in all versions.
+//
 // Limits: compute capability 9.0; columns, and with SWIGLU rows, in pieces of 64; items of up to NMAX tokens.
 //
 // Constants: SWIGLU, PLANES, NMAX (16, 32, 80 or 128), STAGES.
@@ -135,6 +139,21 @@ DEVICE void copy_stages(const Args &p, u32 base, u32 full, u32 empty, u32 header
     }
 }
 
+// Choices of a tile's tokens: lane l has those of the tokens l, l + 32, ...
+struct Choices {
+    u32 held[(NMAX + 31) / 32];
+
+    __device__ __forceinline__ void read(const Args &p, u32 first, int count) {
+#pragma unroll
+        for (int i = 0; i < (NMAX + 31) / 32; i++) {
+            const int token = 32 * i + (int)(threadIdx.x & 31);
+            held[i] = p.list[first + min_of(token, count - 1)];
+        }
+    }
+    // Of token 8 * n + more; `more` is below eight.
+    __device__ __forceinline__ u32 of(int n, int more) const { return __shfl_sync(FULL, held[n / 4], 8 * (n % 4) + more); }
+};
+
 // Where a warpgroup stands among the stages.
 struct Ring {
     u32 base, full, empty, slot, parity;
@@ -239,7 +258,7 @@ DEVICE void finish(const Args &p, u32 first, int count, int strip, const Sums &s
 }
 #else
 // Outputs of a tile to the rows of their choices.
-DEVICE void finish(const Args &p, u32 first, int count, int strip, const Sums &s, u32) {
+DEVICE void finish(const Args &p, const Choices &choices, int count, int strip, const Sums &s) {
     const int wg = threadIdx.x >> 7, w = threadIdx.x >> 5 & 3, g = threadIdx.x >> 2 & 7, t = threadIdx.x & 3;
     const int out = 256 * strip + 64 * wg + 16 * w + g;
     float *y = (float *)p.y + out;
@@ -248,14 +267,13 @@ DEVICE void finish(const Args &p, u32 first, int count, int strip, const Sums &s
         if (8 * n >= count) break;
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const int token = 8 * n + 2 * t + i;
-            if (token >= count) break;
-            float *to = y + (u64)p.list[first + token] * p.y_stride;
+            float *to = y + (u64)choices.of(n, 2 * t + i) * p.y_stride;
+            const bool there = 8 * n + 2 * t + i < count;
 #pragma unroll
             for (int box = 0; box < 2; box++)
 #pragma unroll
                 for (int r = 0; r < 2; r++)
-                    if (out + 128 * box + 8 * r < p.outputs) to[128 * box + 8 * r] = s.c[box][4 * n + 2 * r + i];
+                    if (there && out + 128 * box + 8 * r < p.outputs) to[128 * box + 8 * r] = s.c[box][4 * n + 2 * r + i];
         }
     }
 }
@@ -285,8 +303,15 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) many_experts(con
     for (int tile = blockIdx.x; tile < end; tile += gridDim.x) {
         barrier_wait(full + 8 * ring.slot, ring.parity);
         const uint4 item = read_four(header + 16 * ring.slot);
+#if SWIGLU
         Width<WIDTHS>::sum_of(s, item.y, p.pieces, ring);
         finish(p, item.x, item.y, item.z, s, room);
+#else
+        Choices choices;
+        choices.read(p, item.x, item.y);
+        Width<WIDTHS>::sum_of(s, item.y, p.pieces, ring);
+        finish(p, choices, item.y, item.z, s);
+#endif
     }
     if (SWIGLU && (threadIdx.x & 127) == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
