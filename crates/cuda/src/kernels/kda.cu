@@ -14,13 +14,16 @@
 // A block takes the heads of segments in turn, with all their value columns: every thread of the rule has 8 keys x 4 columns of
 // S in registers. Warps are DIM / 32 groups of 32 columns; the DIM / 32 warps of a group have the keys between them and meet at
 // a named barrier once a row. All sums have one order, whatever the number of rows or segments. Two groups of DIM threads
-// prepare rows (their numbers are asked for two rows ahead) and finish them, one thread brings states two deep.
+// prepare batches of up to three rows in turn and finish them; a warp brings what a batch needs by bulk copies, two batches deep,
+// another one states, two deep.
 //
 // Limits: a head of a sequence moves 128 KiB of state, 1.5 KB of columns and as much of a record a row, so many sequences are
-// bound by memory; one row runs at 92 % of the rate of a copy. Three rows are bound by their preparation (82 %).
+// bound by memory: reading and writing states alone, with nothing else in the kernel, takes 280 us of the 350 below.
 // Versions, 256 sequences x 3 rows (1 row), 32 heads, on one H200: a block a head that does all by itself 525 us (511);
 // pipelined with loads in the preparation 775 (419); numbers asked for ahead 494 (334); short exponentials, remainders by
-// multiplication, a block stays with one head 402 (327). Devices without bulk copies take the first one, in `kda_plain.cuh`, others `kda_pipeline.cuh`.
+// multiplication, a block stays with one head 402 (327); in another program, where that one takes 413 (335): rows prepared three
+// at a time from bulk copies 372 (336), states without a hint that they are evicted first 350 (314). Devices without bulk copies
+// take the first one, in `kda_plain.cuh`, others `kda_pipeline.cuh`.
 //
 // DIM: width of a head (a multiple of 32, at most 128); TAPS: taps of the convolution.
 #include "kda.cuh"
@@ -28,17 +31,6 @@
 // Groups of columns, warps of a group, and rows that are prepared at a time.
 #define GROUPS (DIM / 32)
 #define THREADS (DIM * GROUPS)
-
-DEVICE u64 once() {
-    u64 policy;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
-}
-DEVICE void store_once(float *p, float4 v, u64 policy) {
-    asm volatile("st.global.L1::no_allocate.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "f"(v.x),
-                 "f"(v.y), "f"(v.z), "f"(v.w), "l"(policy)
-                 : "memory");
-}
 
 // The thread's number, read anew: what follows from it need not be kept in registers meanwhile.
 DEVICE int thread() {

@@ -114,7 +114,7 @@ impl Stage<'_> {
         if properties.capability.0 >= 9 {
             arguments = arguments.int(count);
             grid.blocks = [blocks(heads, count, properties.multiprocessors), 1, 1];
-            grid.threads += PRODUCERS * dim + 32;
+            grid.threads += PRODUCERS * dim + 64;
             grid.shared = shared(dim, self.taps);
         }
         let arguments = arguments
@@ -160,11 +160,17 @@ fn blocks(heads: usize, count: usize, multiprocessors: usize) -> usize {
     (heads * count).min(most)
 }
 
-/// Dynamic shared memory of the pipelined form: two states, sums, numbers on their way, constants, six rows (as in `kda_pipeline.cuh`).
+/// Rows of a batch of the pipelined form, and words of what is known of one, as in `kda_cursor.cuh`.
+const BATCH: usize = 3;
+const PLAN: usize = 12;
+
+/// Dynamic shared memory of the pipelined form: two states, sums, constants, what comes for two batches, and these (as in
+/// `kda_pipeline.cuh`).
 fn shared(dim: usize, taps: usize) -> usize {
     let groups = dim / VALUES;
-    let columns = 2 * dim + 2 * groups + PRODUCERS * (2 * (3 * taps + 3) + 3 * taps + 1);
-    4 * dim * columns + 6 * 4 * (dim * (9 + groups) + 8)
+    let coming = dim * (3 * (taps - 1 + BATCH) + 2 * BATCH + 3) + 4 * BATCH + PLAN;
+    let batch = dim * (BATCH * (6 + groups) + 3) + 8 + PLAN;
+    4 * (dim * (2 * dim + 2 * groups + PRODUCERS * (3 * taps + 1)) + PRODUCERS * (coming + batch))
 }
 
 /// Constants of the kernel for heads of width `dim` and a convolution of `taps` taps.

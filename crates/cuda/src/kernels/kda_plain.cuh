@@ -1,5 +1,16 @@
 // The delta rule row after row where bulk copies are missing: a block a head of a segment does everything by itself; see `kda.cu`.
 
+// What is read and written once.
+DEVICE u64 once() {
+    u64 policy;
+    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+DEVICE void store_once(float *p, float4 v, u64 policy) {
+    asm volatile("st.global.L1::no_allocate.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(p), "f"(v.x),
+                 "f"(v.y), "f"(v.z), "f"(v.w), "l"(policy)
+                 : "memory");
+}
 DEVICE float4 load_once(const float *p, u64 policy) {
     float4 v;
     asm volatile("ld.global.L1::no_allocate.L2::cache_hint.v4.f32 {%0, %1, %2, %3}, [%4], %5;"
