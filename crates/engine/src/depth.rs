@@ -134,8 +134,15 @@ const WINDOW_STEPS: usize = 64;
 const HYSTERESIS: f64 = 0.03;
 /// Seconds between the end of a sweep and the next.
 const SWEEP_SECONDS: f64 = 30.0;
-/// Timed steps of a depth in a sweep.
+/// Timed steps of a depth in a sweep: at least so many, and more of short ones, whose times waver most,
 const SWEEP_STEPS: usize = 5;
+/// until they have taken so many seconds
+const SWEEP_DEPTH_SECONDS: f64 = 0.05;
+/// or are so many.
+const MEMORY_STEPS: usize = 25;
+/// Seconds without a step behind which steps are slow for a while, and for how many.
+const PAUSE_SECONDS: f64 = 1.0;
+const COLD_SECONDS: f64 = 1.0;
 /// Verifications that a sweep gives to depths beyond the present one, whose acceptance is not being measured.
 const SWEEP_VERIFICATIONS: usize = 64;
 /// Verifications that acceptance remembers.
@@ -144,12 +151,13 @@ const MEMORY_VERIFICATIONS: f64 = 4096.0;
 const STALE_VERIFICATIONS: f64 = 16.0;
 /// Seconds in which the weight of what was remembered halves.
 const MEMORY_HALF_LIFE: f64 = 10.0;
-/// Steps whose median is the time of a depth.
-const MEMORY_STEPS: usize = 15;
 
 /// Finds the best depth by measuring. Every 64 steps of a batch size it compares all depths by what is known and changes
 /// when another promises 3 % more. Times and acceptance of depths that are not in use grow stale, so every 30 seconds it
-/// sweeps over all of them, from 0 up, for a few steps each.
+/// sweeps over all of them, from 0 up, for a few steps each. Times are those of the last sweep alone: the machine is not as fast
+/// at all times, so that times of different minutes say nothing about depths. Behind a pause the first steps are slow, those of
+/// the depths that come first most, so no sweep begins within a second of it; where nothing is known yet one does, and
+/// another follows behind that second.
 #[derive(Debug, Clone)]
 pub struct DepthController {
     most: usize,
@@ -158,6 +166,10 @@ pub struct DepthController {
     batches: BTreeMap<usize, Batch>,
     /// Depth of the step before: the first step at a new depth verifies drafts made at the old one and is not timed.
     last_depth: Option<usize>,
+    /// The last step.
+    active_at: Option<f64>,
+    /// When steps began behind the last pause.
+    resumed_at: f64,
 }
 
 #[derive(Debug, Clone, Copy, Default)]
@@ -180,7 +192,7 @@ impl Share {
 #[derive(Debug, Clone)]
 struct Batch {
     depth: usize,
-    /// Latest times of each depth, newest last, seconds.
+    /// Times of each depth in the last sweep, seconds.
     times: Vec<Vec<f64>>,
     /// Steps since the last decision.
     steps: usize,
@@ -192,6 +204,14 @@ struct Batch {
 struct Sweep {
     depth: usize,
     steps: usize,
+    /// Of the timed steps of this depth.
+    seconds: f64,
+}
+
+impl Sweep {
+    fn of(depth: usize) -> Self {
+        Self { depth, steps: 0, seconds: 0.0 }
+    }
 }
 
 impl DepthController {
@@ -203,12 +223,18 @@ impl DepthController {
             aged_at: None,
             batches: BTreeMap::new(),
             last_depth: None,
+            active_at: None,
+            resumed_at: 0.0,
         }
     }
 
     /// The depth of the next step, which serves `batch` sequences, at `now` (seconds).
     pub fn depth(&mut self, batch: usize, now: f64) -> usize {
         let most = self.most;
+        if self.active_at.replace(now).is_none_or(|at| now - at > PAUSE_SECONDS) {
+            self.resumed_at = now;
+        }
+        let warm_at = self.resumed_at + COLD_SECONDS;
         let batch = self.batches.entry(batch.next_power_of_two()).or_insert_with(|| Batch {
             depth: most,
             times: vec![Vec::new(); most + 1],
@@ -216,8 +242,10 @@ impl DepthController {
             sweep: None,
             swept_at: None,
         });
-        if batch.sweep.is_none() && batch.swept_at.is_none_or(|at| now - at >= SWEEP_SECONDS) {
-            batch.sweep = Some(Sweep { depth: 0, steps: 0 });
+        let due = |at: f64| now >= warm_at && (at < warm_at || now - at >= SWEEP_SECONDS);
+        if batch.sweep.is_none() && batch.swept_at.is_none_or(due) {
+            batch.sweep = Some(Sweep::of(0));
+            batch.times[0].clear();
         }
         batch.sweep.map_or(batch.depth, |sweep| sweep.depth)
     }
@@ -235,24 +263,28 @@ impl DepthController {
     /// ended at `now`. Steps that compute prompts are not for here.
     pub fn observe(&mut self, batch_size: usize, depth: usize, seconds: f64, now: f64) {
         self.age(now);
+        self.active_at = Some(now);
         let timed = self.last_depth.replace(depth) == Some(depth);
         let Some(batch) = self.batches.get_mut(&batch_size.next_power_of_two()) else { return };
-        if let Some(times) = batch.times.get_mut(depth).filter(|_| timed && seconds > 0.0) {
-            if times.len() == MEMORY_STEPS {
-                times.remove(0);
-            }
-            times.push(seconds);
-        }
         batch.steps += 1;
         let mut decide = batch.steps >= WINDOW_STEPS;
         let mut bar = 1.0 + HYSTERESIS;
         if let Some(sweep) = &mut batch.sweep {
             decide = false;
             sweep.steps += 1;
+            if let Some(times) = batch.times.get_mut(depth).filter(|_| timed && seconds > 0.0) {
+                sweep.seconds += seconds;
+                if times.len() == MEMORY_STEPS {
+                    times.remove(0);
+                }
+                times.push(seconds);
+            }
             // The deepest steps tell the acceptance of all depths at once.
-            let verifications = if depth == self.most && batch.depth < depth { SWEEP_VERIFICATIONS } else { 0 };
-            if sweep.steps > SWEEP_STEPS.max(verifications.div_ceil(batch_size.max(1))) {
-                *sweep = Sweep { depth: sweep.depth + 1, steps: 0 };
+            let unknown = depth == self.most && (batch.depth < depth || batch.swept_at.is_none());
+            let verifications = if unknown { SWEEP_VERIFICATIONS } else { 0 };
+            let more = sweep.seconds < SWEEP_DEPTH_SECONDS && sweep.steps <= MEMORY_STEPS;
+            if !more && sweep.steps > SWEEP_STEPS.max(verifications.div_ceil(batch_size.max(1))) {
+                *sweep = Sweep::of(sweep.depth + 1);
                 if let Some(times) = batch.times.get_mut(sweep.depth) {
                     times.clear();
                     if sweep.depth == self.most {
@@ -261,7 +293,7 @@ impl DepthController {
                 } else {
                     batch.sweep = None;
                     decide = true;
-                    if batch.swept_at.replace(now).is_none() {
+                    if batch.swept_at.replace(now).is_none_or(|at| at < self.resumed_at + COLD_SECONDS) {
                         bar = 1.0;
                     }
                 }
@@ -430,6 +462,42 @@ mod tests {
         let sweeps = depths.windows(2).filter(|w| w[0] == 2 && w[1] == 0).count();
         assert_eq!(sweeps, 2, "62 seconds hold the first sweep and two more");
         assert!(share(depths, 2) > 0.99);
+    }
+
+    #[test]
+    fn a_sweep_of_cold_steps_is_repeated_once_they_are_warm() {
+        let time = |k: usize| 0.001 * (1.0 + 0.6 * k as f64);
+        let mut run = Run::new(2);
+        for pause in [0.0, 5.0, 100.0] {
+            run.now += pause;
+            let begun = run.depths.len();
+            // The first steps take three times as long, and less from one to the next.
+            for part in 0..60 {
+                let slow = 3.0 - part as f64 / 30.0;
+                run.go(0.003, 1, 0.5, |k| slow * time(k));
+            }
+            if pause > 0.0 {
+                assert_eq!(
+                    share(&run.depths[begun..], 0),
+                    1.0,
+                    "no sweep begins with cold steps when something is known"
+                );
+            } else {
+                assert_ne!(run.controller.batches[&1].depth, 0, "cold steps mislead");
+            }
+            run.go(1.0, 1, 0.5, time);
+            assert!(share(run.go(3.0, 1, 0.5, time), 0) > 0.9);
+        }
+    }
+
+    #[test]
+    fn a_slower_machine_is_no_reason_to_change() {
+        let time = |k: usize| 0.010 * (1.0 + 0.4 * k as f64);
+        let mut run = Run::new(3);
+        run.go(10.0, 4, 0.5, time);
+        assert_eq!(run.controller.batches[&4].depth, 1);
+        assert_eq!(share(run.go(10.0, 4, 0.5, |k| 1.5 * time(k)), 1), 1.0);
+        assert_eq!(share(run.go(5.0, 4, 0.5, time), 1), 1.0);
     }
 
     #[test]
