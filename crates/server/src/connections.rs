@@ -5,14 +5,15 @@
 //! hyper's; but once it has sent the head and the first frame of an answer that is produced piece by piece, the task lets the
 //! answer write its chunks to the socket itself and returns to hyper for the last frame, or when the client does something.
 //! The task is told of the end by a flag and one wake-up. Invariants: [`serve`] ends only after its last connection; bytes
-//! are written past hyper only while hyper has written all of its own.
+//! are written past hyper only while hyper has written all of its own, and hyper writes only behind all that was handed over
+//! past it.
 
 use std::convert::Infallible;
 use std::future::{Future as _, poll_fn};
 use std::io;
 use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Wake, Waker, ready};
 
 use axum::Router;
@@ -28,6 +29,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::sync::{Notify, mpsc};
 
 use crate::frames::{Produced, Socket};
+use crate::outbox::{self, Waiting};
 
 /// Whether connections should end.
 #[derive(Debug, Default)]
@@ -69,12 +71,12 @@ where
     let service = service_fn(|request| answer(Arc::clone(&link), router.clone(), request));
     let mut served = pin!(http1::Builder::new().serve_connection(TokioIo::new(End(Arc::clone(&link))), service));
     let mut told = pin!(closing.told.notified());
-    let (mut doorbell, mut going, mut straight) = (None::<Doorbell>, false, None::<Produced>);
+    let (mut doorbell, mut going, mut straight) = (None::<Doorbell<Io>>, false, None::<Produced>);
     let result = poll_fn(|context| {
         let doorbell = doorbell.get_or_insert_with(|| {
             // A task keeps its waker, so asking once is enough to be woken; the flag says why.
             let _ready_means_the_flag_is_set = told.as_mut().poll(context);
-            Doorbell::new(context.waker())
+            Doorbell::new(&link, context.waker())
         });
         if !going && closing.now.load(Ordering::SeqCst) {
             going = true;
@@ -92,7 +94,12 @@ where
                 }
             }
             let Some(produced) = &mut straight else { return Poll::Pending };
-            match produced.poll(context) {
+            let polled = match link.poll_stalled(context) {
+                Poll::Ready(Ok(())) => produced.poll(context),
+                Poll::Ready(Err(error)) => Poll::Ready(Err(error)),
+                Poll::Pending => Poll::Pending,
+            };
+            match polled {
                 Poll::Pending if doorbell.rings() => {}
                 Poll::Pending => return Poll::Pending,
                 Poll::Ready(Err(error)) => return Poll::Ready(Err(error.to_string())),
@@ -110,50 +117,54 @@ where
 }
 
 /// Wakes a connection's task on behalf of hyper.
-struct Doorbell {
+struct Doorbell<Io> {
+    link: Arc<Link<Io>>,
     waker: Waker,
-    bell: Arc<Bell>,
 }
 
-struct Bell {
-    rung: AtomicBool,
-    task: Waker,
-}
-
-impl Wake for Bell {
+impl<Io: Send + 'static> Wake for Link<Io> {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
-        self.rung.store(true, Ordering::SeqCst);
-        self.task.wake_by_ref();
+        self.ring();
     }
 }
 
-impl Doorbell {
+impl<Io: Send + 'static> Doorbell<Io> {
     /// One that has been rung.
-    fn new(task: &Waker) -> Self {
-        let bell = Arc::new(Bell { rung: AtomicBool::new(true), task: task.clone() });
-        Self { waker: Arc::clone(&bell).into(), bell }
+    fn new(link: &Arc<Link<Io>>, task: &Waker) -> Self {
+        link.task.get_or_init(|| task.clone());
+        link.rung.store(true, Ordering::SeqCst);
+        Self { link: Arc::clone(link), waker: Arc::clone(link).into() }
     }
 
     fn ring(&self) {
-        self.bell.rung.store(true, Ordering::SeqCst);
+        self.link.rung.store(true, Ordering::SeqCst);
     }
 
     fn rings(&self) -> bool {
-        self.bell.rung.load(Ordering::SeqCst)
+        self.link.rung.load(Ordering::SeqCst)
     }
 
     fn rang(&self) -> bool {
-        self.rings() && self.bell.rung.swap(false, Ordering::SeqCst)
+        self.rings() && self.link.rung.swap(false, Ordering::SeqCst)
     }
 }
 
 /// What hyper and the answer that is being streamed share of a connection.
+///
+/// What an event touches lies together, at the beginning.
+#[repr(C)]
 struct Link<Io> {
+    /// Hyper is to be polled.
+    rung: AtomicBool,
+    /// The frame could not be written from the outbox.
+    stalled: AtomicBool,
     socket: Mutex<Shared<Io>>,
+    /// The connection's task.
+    task: OnceLock<Waker>,
     outlet: Mutex<Outlet>,
 }
 
@@ -161,6 +172,29 @@ struct Shared<Io> {
     io: Io,
     /// Whether hyper has nothing left to write.
     flushed: bool,
+    /// The frame that the answer has handed over, and how much of it is written; empty when all is.
+    frame: Vec<u8>,
+    sent: usize,
+    /// The link lies in the outbox.
+    waits: bool,
+}
+
+impl<Io: AsyncWrite + Unpin> Shared<Io> {
+    /// Writes and flushes what is left of the frame.
+    fn poll_frame(&mut self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.frame.is_empty() {
+            return Poll::Ready(Ok(()));
+        }
+        while self.sent < self.frame.len() {
+            match ready!(Pin::new(&mut self.io).poll_write(context, &self.frame[self.sent..]))? {
+                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
+                count => self.sent += count,
+            }
+        }
+        ready!(Pin::new(&mut self.io).poll_flush(context))?;
+        outbox::give_back(std::mem::take(&mut self.frame));
+        Poll::Ready(Ok(()))
+    }
 }
 
 /// Where the answer is that is produced piece by piece, as its body at hyper sees it.
@@ -177,7 +211,22 @@ enum Outlet {
 
 impl<Io> Link<Io> {
     fn new(io: Io) -> Self {
-        Self { socket: Mutex::new(Shared { io, flushed: false }), outlet: Mutex::new(Outlet::Last(None)) }
+        let shared = Shared { io, flushed: false, frame: Vec::new(), sent: 0, waits: false };
+        Self {
+            rung: AtomicBool::new(false),
+            stalled: AtomicBool::new(false),
+            socket: Mutex::new(shared),
+            task: OnceLock::new(),
+            outlet: Mutex::new(Outlet::Last(None)),
+        }
+    }
+
+    /// Wakes the connection's task and lets it poll hyper.
+    fn ring(&self) {
+        self.rung.store(true, Ordering::SeqCst);
+        if let Some(task) = self.task.get() {
+            task.wake_by_ref();
+        }
     }
 
     /// The answer that may write to the socket from now on.
@@ -193,16 +242,51 @@ impl<Io> Link<Io> {
     }
 }
 
-impl<Io: AsyncWrite + Send + Unpin> Socket for Link<Io> {
-    fn poll_send(&self, context: &mut Context<'_>, bytes: &[u8], sent: &mut usize) -> Poll<io::Result<()>> {
-        let io = &mut lock(&self.socket).io;
-        while *sent < bytes.len() {
-            match ready!(Pin::new(&mut *io).poll_write(context, &bytes[*sent..]))? {
-                0 => return Poll::Ready(Err(io::ErrorKind::WriteZero.into())),
-                count => *sent += count,
-            }
+impl<Io: AsyncWrite + Unpin> Link<Io> {
+    /// Ready unless a frame is left that the outbox could not write.
+    fn poll_stalled(&self, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        if self.stalled.load(Ordering::SeqCst) {
+            ready!(lock(&self.socket).poll_frame(context))?;
+            self.stalled.store(false, Ordering::SeqCst);
         }
-        Pin::new(io).poll_flush(context)
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<Io: AsyncWrite + Send + Unpin + 'static> Socket for Link<Io> {
+    fn poll_send(
+        self: Arc<Self>,
+        context: &mut Context<'_>,
+        bytes: &mut Vec<u8>,
+        sent: &mut usize,
+    ) -> Poll<io::Result<()>> {
+        let mut shared = lock(&self.socket);
+        // One frame waits at most, so that a slow client holds its stream back.
+        ready!(shared.poll_frame(context))?;
+        std::mem::swap(&mut shared.frame, bytes);
+        shared.sent = *sent;
+        let waits = std::mem::replace(&mut shared.waits, true);
+        // The outbox may write at once.
+        drop(shared);
+        if !waits {
+            outbox::put(self);
+        }
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl<Io: AsyncWrite + Send + Unpin> Waiting for Link<Io> {
+    fn write(&self) {
+        let mut shared = lock(&self.socket);
+        shared.waits = false;
+        let written = shared.poll_frame(&mut Context::from_waker(Waker::noop()));
+        drop(shared);
+        if !matches!(written, Poll::Ready(Ok(()))) {
+            // The connection's task goes on, with a waker of its own, and meets the error if there is one. Hyper is polled as
+            // well: it may have waited for the same socket, which wakes nobody now.
+            self.stalled.store(true, Ordering::SeqCst);
+            self.ring();
+        }
     }
 }
 
@@ -219,6 +303,7 @@ impl<Io: AsyncWrite + Unpin> AsyncWrite for End<Io> {
     fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let shared = &mut *lock(&self.0.socket);
         shared.flushed = false;
+        ready!(shared.poll_frame(context))?;
         Pin::new(&mut shared.io).poll_write(context, bytes)
     }
 
@@ -229,6 +314,7 @@ impl<Io: AsyncWrite + Unpin> AsyncWrite for End<Io> {
     ) -> Poll<io::Result<usize>> {
         let shared = &mut *lock(&self.0.socket);
         shared.flushed = false;
+        ready!(shared.poll_frame(context))?;
         Pin::new(&mut shared.io).poll_write_vectored(context, slices)
     }
 
@@ -238,6 +324,7 @@ impl<Io: AsyncWrite + Unpin> AsyncWrite for End<Io> {
 
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let shared = &mut *lock(&self.0.socket);
+        ready!(shared.poll_frame(context))?;
         let flushed = Pin::new(&mut shared.io).poll_flush(context);
         // It is asked only once all that hyper had was written.
         shared.flushed = matches!(flushed, Poll::Ready(Ok(())));
@@ -245,7 +332,9 @@ impl<Io: AsyncWrite + Unpin> AsyncWrite for End<Io> {
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut lock(&self.0.socket).io).poll_shutdown(context)
+        let shared = &mut *lock(&self.0.socket);
+        ready!(shared.poll_frame(context))?;
+        Pin::new(&mut shared.io).poll_shutdown(context)
     }
 }
 

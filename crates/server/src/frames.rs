@@ -16,10 +16,17 @@ use std::task::{Context, Poll, ready};
 use axum::http::Response;
 use bytes::Bytes;
 
+use crate::outbox;
+
 /// Where chunks can be written.
 pub(crate) trait Socket: Send + Sync {
-    /// Writes `bytes` from `sent` on, which it moves, and flushes them; ready when all are on their way.
-    fn poll_send(&self, context: &mut Context<'_>, bytes: &[u8], sent: &mut usize) -> Poll<io::Result<()>>;
+    /// Takes `bytes` from `sent` on; ready when it has. It may take some and move `sent`, or the whole vector.
+    fn poll_send(
+        self: Arc<Self>,
+        context: &mut Context<'_>,
+        bytes: &mut Vec<u8>,
+        sent: &mut usize,
+    ) -> Poll<io::Result<()>>;
 }
 
 /// The sending side, inside the block.
@@ -27,7 +34,7 @@ pub struct Frames {
     way: Arc<Mutex<Way>>,
     /// A copy of the way's.
     socket: Option<Arc<dyn Socket>>,
-    /// Room for a chunk's length, then the frame.
+    /// Room for a chunk's length, then the frame; without the room where nothing was written.
     out: Vec<u8>,
     stage: Stage,
 }
@@ -94,9 +101,7 @@ impl Produced {
         F: Future<Output = ()> + Send + 'static,
     {
         let way = Arc::<Mutex<Way>>::default();
-        let mut out = Vec::with_capacity(1 << 9);
-        clear(&mut out);
-        let block = block(Frames { way: Arc::clone(&way), socket: None, out, stage: Stage::Written });
+        let block = block(Frames { way: Arc::clone(&way), socket: None, out: Vec::new(), stage: Stage::Written });
         Self { way, block: Some(Box::pin(block)) }
     }
 
@@ -150,13 +155,19 @@ impl Produced {
 impl Frames {
     /// Where the next frame is to be appended.
     pub fn out(&mut self) -> &mut Vec<u8> {
+        if self.out.is_empty() {
+            if self.out.capacity() == 0 {
+                self.out = outbox::buffer();
+            }
+            self.out.resize(ROOM, 0);
+        }
         &mut self.out
     }
 
     /// Whether nothing was written since the last frame.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.out.len() == ROOM
+        self.out.len() <= ROOM
     }
 
     /// Hands over what was written; ready when it was taken. Nothing is no frame.
@@ -186,13 +197,13 @@ impl Frames {
                 self.stage = Stage::Sent(make_chunk(&mut self.out));
             }
             if let Stage::Sent(sent) = &mut self.stage
-                && let Err(error) = ready!(socket.poll_send(context, &self.out, sent))
+                && let Err(error) = ready!(Arc::clone(socket).poll_send(context, &mut self.out, sent))
             {
                 lock(&self.way).error = Some(error);
                 return Poll::Ready(Err(Gone));
             }
         }
-        clear(&mut self.out);
+        self.out.clear();
         self.stage = Stage::Written;
         Poll::Ready(Ok(()))
     }
@@ -212,12 +223,6 @@ impl Frames {
         self.stage = Stage::Handed;
         Poll::Pending
     }
-}
-
-/// Makes room for the next frame.
-fn clear(out: &mut Vec<u8>) {
-    out.clear();
-    out.resize(ROOM, 0);
 }
 
 /// Puts a chunk's length in front of a frame with [`ROOM`], and its end behind; returns where it begins.
@@ -306,7 +311,12 @@ mod tests {
     }
 
     impl Socket for Slow {
-        fn poll_send(&self, context: &mut Context<'_>, bytes: &[u8], sent: &mut usize) -> Poll<io::Result<()>> {
+        fn poll_send(
+            self: Arc<Self>,
+            context: &mut Context<'_>,
+            bytes: &mut Vec<u8>,
+            sent: &mut usize,
+        ) -> Poll<io::Result<()>> {
             let (taken, busy) = &mut *lock(&self.taken);
             while *sent < bytes.len() {
                 *busy = !*busy;

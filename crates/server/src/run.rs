@@ -17,6 +17,7 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 use crate::answer::AnswerState;
 use crate::app::{App, InFlight};
+use crate::each::Each;
 use crate::engine::{Asked, EventSender, Parcel, Refusal, Ticket};
 use crate::error::ApiError;
 use crate::metrics::Meter;
@@ -26,7 +27,7 @@ use crate::metrics::Meter;
 pub struct Run {
     app: Arc<App>,
     events: UnboundedReceiver<Parcel>,
-    answers: Vec<Following>,
+    answers: Each<Following>,
     open: usize,
     cached_tokens: u32,
     first_token_ms: Option<u64>,
@@ -172,18 +173,19 @@ impl Run {
     /// # Errors
     /// As [`Run::wait`].
     pub async fn wait_for(&mut self, patience: Option<Duration>) -> Result<Option<Parcel>, ApiError> {
-        // Most of the time something is there already, and then no timer is set.
-        if let Some(event) = self.ready() {
-            return Ok(Some(event));
-        }
         let Some(patience) = patience else { return self.parcel().await.map(Some) };
-        let silence = self.silence.get_or_insert_with(|| Silence::new(patience));
-        silence.since = Instant::now();
-        let events = &mut self.events;
+        let (events, silence, mut begun) = (&mut self.events, &mut self.silence, false);
         poll_fn(|context| match events.poll_recv(context) {
             Poll::Ready(Some(parcel)) => Poll::Ready(Ok(Some(parcel))),
             Poll::Ready(None) => Poll::Ready(Err(ApiError::engine_dead(true))),
-            Poll::Pending => silence.poll(patience, context).map(|()| Ok(None)),
+            // Most of the time something is there already, and then no timer is set.
+            Poll::Pending => {
+                let silence = silence.get_or_insert_with(|| Silence::new(patience));
+                if !std::mem::replace(&mut begun, true) {
+                    silence.since = Instant::now();
+                }
+                silence.poll(patience, context).map(|()| Ok(None))
+            }
         })
         .await
     }
@@ -231,7 +233,7 @@ impl Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        for following in &self.answers {
+        for following in self.answers.iter() {
             following.meter.record(&self.app.metrics);
         }
     }

@@ -266,6 +266,15 @@ async fn a_connection_serves_streams_and_others_in_any_order() {
 /// A client that does not read holds back its own stream only, and gets all of it later.
 #[tokio::test]
 async fn a_slow_client_gets_everything() {
+    slow_clients_get_everything(1).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 3)]
+async fn slow_clients_get_everything_from_several_threads() {
+    slow_clients_get_everything(5).await;
+}
+
+async fn slow_clients_get_everything(clients: usize) {
     const TOKENS: usize = 6000;
     const ANSWERS: usize = 4;
     let steps: Vec<Vec<u32>> = std::iter::repeat_n(vec![tokens("x")[0]], TOKENS).collect();
@@ -273,22 +282,28 @@ async fn a_slow_client_gets_everything() {
         Script { steps, first: Duration::from_millis(20), end: End::Finish(FinishReason::Length), ..script("") };
     let listening = Listening::start(Server::new(options(), move |_| Ok(script.clone())));
     let body = json!({"prompt": "x", "max_tokens": TOKENS, "n": ANSWERS, "stream": true, "logprobs": 5});
-    let mut slow = listening.send("/v1/completions", &body).await;
-    let (mut read, mut buffer) = (Vec::new(), vec![0; 64 << 10]);
-    tokio::time::sleep(Duration::from_millis(300)).await;
-    assert_eq!(listening.server.app.in_flight(), 1, "the answers are too long for the socket");
-    assert!(listening.get("/health").await.starts_with("HTTP/1.1 200"));
-    while !read.ends_with(b"\r\n0\r\n\r\n") {
-        let count = tokio::time::timeout(Duration::from_secs(60), slow.read(&mut buffer)).await.unwrap().unwrap();
-        assert!(count > 0 && (!read.is_empty() || buffer.starts_with(b"HTTP/1.1 200")));
-        read.extend_from_slice(&buffer[..count]);
+    let mut slow = Vec::new();
+    for _ in 0..clients {
+        slow.push(listening.send("/v1/completions", &body).await);
     }
-    let (_, chunks, rest) = split(&read);
-    assert!(rest.is_empty());
-    let text = chunks.concat();
-    assert!(text.ends_with("data: [DONE]\n\n"));
-    let length = |(at, key): (usize, &str)| text[at + key.len()..].find('"').unwrap();
-    assert_eq!(text.match_indices("\"text\":\"").map(length).sum::<usize>(), TOKENS * ANSWERS);
+    let mut buffer = vec![0; 64 << 10];
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(listening.server.app.in_flight(), clients, "the answers are too long for the socket");
+    assert!(listening.get("/health").await.starts_with("HTTP/1.1 200"));
+    for mut slow in slow {
+        let mut read = Vec::new();
+        while !read.ends_with(b"\r\n0\r\n\r\n") {
+            let count = tokio::time::timeout(Duration::from_secs(60), slow.read(&mut buffer)).await.unwrap().unwrap();
+            assert!(count > 0 && (!read.is_empty() || buffer.starts_with(b"HTTP/1.1 200")));
+            read.extend_from_slice(&buffer[..count]);
+        }
+        let (_, chunks, rest) = split(&read);
+        assert!(rest.is_empty());
+        let text = chunks.concat();
+        assert!(text.ends_with("data: [DONE]\n\n"));
+        let length = |(at, key): (usize, &str)| text[at + key.len()..].find('"').unwrap();
+        assert_eq!(text.match_indices("\"text\":\"").map(length).sum::<usize>(), TOKENS * ANSWERS);
+    }
     // One that goes without reading is an abort.
     let mut gone = listening.send("/v1/completions", &body).await;
     gone.read_exact(&mut [0]).await.unwrap();

@@ -11,6 +11,7 @@ use super::job::{Plan, Submitted};
 use super::whole::{stop_reason, tool_call_id, usage};
 use crate::answer::AnswerState;
 use crate::app::App;
+use crate::each::Each;
 use crate::error::{ApiError, Dialect};
 use crate::frames::Produced;
 use crate::json::Json;
@@ -38,14 +39,15 @@ struct Writer<'a> {
     names: TokenNames<'a>,
     /// Everything before the number of the choice.
     head: Vec<u8>,
-    choices: Vec<Choice<'a>>,
+    choices: Each<Choice<'a>>,
 }
 
 /// What a stream keeps of a choice.
 struct Choice<'a> {
     state: AnswerState<'a>,
     begun: bool,
-    /// Held back until the stream interval is full.
+    /// Held back until the stream interval is full. The lists keep no room between steps: it would be memory long out of the
+    /// caches, where a new list gets what was used last.
     events: Vec<Event>,
     tokens: Vec<Token>,
     held: u32,
@@ -124,9 +126,6 @@ impl<'a> Writer<'a> {
             json.raw(",\"finish_reason\":null}]");
             self.close(run, out);
         }
-        // The list keeps its room for the next step.
-        events.clear();
-        self.choices[choice].events = events;
     }
 
     /// Log-probabilities and token ids of an event.
