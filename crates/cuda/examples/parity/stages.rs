@@ -649,6 +649,8 @@ fn vision<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
         (4, 32, PatchGrid { frames: 1, height: 4, width: 6 }),
         (2, 64, PatchGrid { frames: 2, height: 10, width: 8 }),
         (1, 128, PatchGrid { frames: 1, height: 2, width: 2 }),
+        (3, 96, PatchGrid { frames: 2, height: 14, width: 12 }),
+        (9, 64, PatchGrid { frames: 1, height: 26, width: 20 }),
     ] {
         let random = &mut Random(dim as u64);
         let rows = grid.frames * grid.height * grid.width;

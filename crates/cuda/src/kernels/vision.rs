@@ -4,6 +4,8 @@
 //! its place in the unmerged grid: `[y f_j | x f_j]` with `f_j = 10000^(-2 j / (dim / 2))`, for both halves of the head.
 //! Their cosines and sines are computed on the host once for each size of a picture.
 
+use std::f32::consts::LOG2_E;
+
 use glimmer_tensor::{Error, Norm, PatchGrid, Result};
 
 use crate::{
@@ -18,8 +20,10 @@ pub(crate) static FILE: File = File { name: "vision.cu", text: include_str!("vis
 const MERGE: usize = 2;
 /// Base of the rotary frequencies.
 const THETA: f64 = 10_000.0;
-/// Queries of a block.
-const QUERIES: usize = 16;
+/// Heads of a block that cuts queries, keys and values into planes.
+const HEADS: usize = 8;
+/// Keys of a tile.
+const KEYS: usize = 64;
 
 /// [`glimmer_tensor::Backend::vision_attention`].
 pub(crate) fn vision_attention(
@@ -48,6 +52,7 @@ pub(crate) fn vision_attention(
     let turns = turns(cuda, grid, dim)?;
     let q = cuda.scratch("queries of patches", 4 * rows * hidden)?;
     let k = cuda.scratch("keys of patches", 4 * rows * hidden)?;
+    let v = cuda.scratch("values of patches", 4 * rows * hidden)?;
     let constants = [dim as i64];
     let arguments = Arguments::new()
         .with(qkv.at(0))
@@ -60,23 +65,21 @@ pub(crate) fn vision_attention(
         .with(k_norm.eps)
         .with(turns)
         .with(q)
-        .with(k);
-    let kernel = cuda.kernels.get(&FILE, &constants, "prepare")?;
-    cuda.kernels.launch(kernel, Grid::new([rows, heads, 1], dim), arguments)?;
-    let arguments = Arguments::new()
-        .with(q)
         .with(k)
-        .with(qkv.at(0))
-        .int(qkv.width)
-        .int(heads)
-        .int(patches)
-        .int(rows)
-        .with(1.0 / (dim as f32).sqrt())
-        .with(out.at(0))
-        .int(out.width);
+        .with(v);
+    let kernel = cuda.kernels.get(&FILE, &constants, "prepare")?;
+    cuda.kernels.launch(kernel, Grid::new([rows, heads.div_ceil(HEADS), 1], 32 * HEADS), arguments)?;
+    // Exponentials are powers of two.
+    let scale = LOG2_E / (dim as f32).sqrt();
+    let arguments =
+        Arguments::new().with(q).with(k).with(v).int(patches).int(rows).with(scale).with(out.at(0)).int(out.width);
     out.format = Format::Float;
     let kernel = cuda.kernels.get(&FILE, &constants, "attend")?;
-    let grid = Grid::new([patches.div_ceil(QUERIES), heads, grid.frames], 256);
+    // A warp's queries are two fragments of 16 rows where registers allow. Two tiles of keys and values, each in two planes of rows
+    // with 16 bytes between them.
+    let queries = if dim <= 64 { 128 } else { 64 };
+    let shared = 2 * 4 * KEYS * (2 * dim + 16);
+    let grid = Grid { blocks: [patches.div_ceil(queries), heads, grid.frames], threads: 128, shared };
     Ok(cuda.kernels.launch(kernel, grid, arguments)?)
 }
 

@@ -7,7 +7,7 @@
 use glimmer_checkpoint::{TextConfig, VisionConfig, config::MlpKind};
 
 /// Every piece of scratch, by the backend's names.
-pub const PIECES: [&str; 33] = [
+pub const PIECES: [&str; 34] = [
     "a matrix as halves",
     "absorbed queries",
     "absorbed queries in f32",
@@ -39,6 +39,7 @@ pub const PIECES: [&str; 33] = [
     "the sampler's rows that ended",
     "the step's plan",
     "tokens of the experts",
+    "values of patches",
     "work items",
     "workspace of products",
 ];
@@ -161,7 +162,7 @@ impl Largest<'_> {
             "gate and up" => 8 * turn * dense.max(inner * moe.num_shared),
             "index keys" => 4 * rows * text.indexer.head_dim,
             "index scores" => 4 * SCORES.min(rows * pools).max(4 * pools),
-            "keys of patches" | "queries of patches" => 4 * patches * tower,
+            "keys of patches" | "queries of patches" | "values of patches" => 4 * patches * tower,
             "mixing products" => 4 * rows * (2 * text.mhc.streams + text.mhc.streams * text.mhc.streams),
             "number of work items" => 4,
             "output of the shared expert" => 4 * rows * hidden,
