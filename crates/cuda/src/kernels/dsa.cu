@@ -9,101 +9,212 @@
 
 #define POOLS (PAGE / KPOOL)
 #define TILE 32
+#define SHORT 4
+// Larger pools leave no registers to ask for their rows ahead.
+#define AHEAD (KPOOL <= 4)
 
-// Norms of the query residual and the latent (to its page); the index key's LayerNorm to scratch. A block of 256 a row.
-KERNEL write_rows(const Segment *segments, const u32 *row_segment, const u32 *pages, const float *proj, int proj_stride,
-                  int q_lora, int latent, const float *q_weight, float q_eps, const float *kv_weight, float kv_eps,
-                  const float *k_weight, const float *k_bias, float k_eps, int indexer, float *q_residual, int q_stride,
-                  void *latents, int half, float *keys) {
+// What writing a step's rows takes.
+struct Rows {
+    const float *proj, *q_weight, *kv_weight, *k_weight, *k_bias;
+    float *q_residual;
+    void *latents;
+    int proj_stride, q_lora, latent, indexer, q_stride, half;
+    float q_eps, kv_eps, k_eps;
+};
+
+// A thread's part of the weights, which may be asked for before the launch in front has ended: of the first 256 times QUERY columns of the
+// residual and 256 times LATENTS of the latent. Wider ones are read when they are wanted.
+#define QUERY 6
+#define LATENTS 2
+struct Held {
+    float q[QUERY], kv[LATENTS], k, bias;
+};
+
+DEVICE Held hold(const Rows &p, int thread) {
+    Held w;
+#pragma unroll
+    for (int j = 0; j < QUERY; j++) w.q[j] = thread + 256 * j < p.q_lora ? p.q_weight[thread + 256 * j] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < LATENTS; j++) w.kv[j] = thread + 256 * j < p.latent ? p.kv_weight[thread + 256 * j] : 0.0f;
+    w.k = p.indexer && thread < DIM ? p.k_weight[thread] : 0.0f;
+    w.bias = p.indexer && thread < DIM ? p.k_bias[thread] : 0.0f;
+    return w;
+}
+
+// Norms of a row's query residual and latent (to its place in the cache), by 256 threads that `sum` adds over; the index key's
+// LayerNorm to `key`.
+template <class Sum>
+DEVICE void write_row(const Rows &p, const Held &w, int row, u64 place, float *key, int thread, Sum sum) {
+    const float *q = p.proj + (u64)row * p.proj_stride, *c = q + p.q_lora, *k = c + p.latent;
+    float x[QUERY], y[LATENTS];
+#pragma unroll
+    for (int j = 0; j < QUERY; j++) x[j] = thread + 256 * j < p.q_lora ? q[thread + 256 * j] : 0.0f;
+#pragma unroll
+    for (int j = 0; j < LATENTS; j++) y[j] = thread + 256 * j < p.latent ? c[thread + 256 * j] : 0.0f;
+    const float own = p.indexer && thread < DIM ? k[thread] : 0.0f;
+    float square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < QUERY; j++) square = fmaf(x[j], x[j], square);
+    for (int i = thread + 256 * QUERY; i < p.q_lora; i += 256) square = fmaf(q[i], q[i], square);
+    float scale = 1.0f / sqrtf(sum(square) / p.q_lora + p.q_eps);
+    float *residual = p.q_residual + (u64)row * p.q_stride;
+#pragma unroll
+    for (int j = 0; j < QUERY; j++)
+        if (thread + 256 * j < p.q_lora) residual[thread + 256 * j] = x[j] * scale * w.q[j];
+    for (int i = thread + 256 * QUERY; i < p.q_lora; i += 256) residual[i] = q[i] * scale * p.q_weight[i];
+
+    square = 0.0f;
+#pragma unroll
+    for (int j = 0; j < LATENTS; j++) square = fmaf(y[j], y[j], square);
+    for (int i = thread + 256 * LATENTS; i < p.latent; i += 256) square = fmaf(c[i], c[i], square);
+    scale = 1.0f / sqrtf(sum(square) / p.latent + p.kv_eps);
+    auto write = [&](int i, float v) {
+        if (p.half)
+            ((u16 *)p.latents)[place * p.latent + i] = narrow_half(v, 0.0f);
+        else
+            ((float *)p.latents)[place * p.latent + i] = v;
+    };
+#pragma unroll
+    for (int j = 0; j < LATENTS; j++)
+        if (thread + 256 * j < p.latent) write(thread + 256 * j, y[j] * scale * w.kv[j]);
+    for (int i = thread + 256 * LATENTS; i < p.latent; i += 256) write(i, c[i] * scale * p.kv_weight[i]);
+
+    if (!p.indexer) return;
+    const float mean = sum(own) / DIM, centred = thread < DIM ? own - mean : 0.0f;
+    scale = 1.0f / sqrtf(sum(centred * centred) / DIM + p.k_eps);
+    if (thread < DIM) key[thread] = fmaf(centred * scale, w.k, w.bias);
+}
+
+DEVICE u64 place_of(const Segment &s, const u32 *pages, int position) {
+    return (u64)pages[s.first_page + position / PAGE] * PAGE + position % PAGE;
+}
+
+// Rows of segments of any length; keys go to scratch. A block of 256 a row.
+KERNEL write_rows(const Segment *segments, const u32 *row_segment, const u32 *pages, const __grid_constant__ Rows p, float *keys) {
     __shared__ float room[8];
+    const Held w = hold(p, threadIdx.x);
+    after_previous();
+    let_next_begin();
+    const int row = blockIdx.x;
+    const Segment s = segments[row_segment[row]];
+    write_row(p, w, row, place_of(s, pages, s.position + row - s.first_row), keys + (u64)row * DIM, threadIdx.x,
+              [&](float v) { return block_sum<256>(v, room); });
+}
+
+// What keys of pools and the ring take: `gate_column` is the gate's place in the projection, `keys` are rows of DIM.
+struct Pools {
+    const float *proj, *ape;
+    float *tails;
+    void *pool_keys;
+    int proj_stride, gate_column, ring, half;
+};
+
+// Column d of a pool that ends at a position of the segment, but for the keys of the segment's own rows.
+struct Pool {
+    float gate[KPOOL], key[KPOOL];
+};
+
+DEVICE Pool begin_pool(const Pools &p, const Segment &s, int position, int d) {
+    const float *tail = p.tails + (u64)s.slot * p.ring * 2 * DIM;
+    Pool pool;
+#pragma unroll
+    for (int j = 0; j < KPOOL; j++) {
+        const int at = position + 1 - KPOOL + j;
+        const bool own = at >= (int)s.position;
+        pool.key[j] = own ? 0.0f : tail[at % p.ring * 2 * DIM + d];
+        pool.gate[j] = own ? p.proj[(u64)(s.first_row + at - s.position) * p.proj_stride + p.gate_column + d]
+                           : tail[(at % p.ring * 2 + 1) * DIM + d];
+        pool.gate[j] += p.ape[j * DIM + d];
+    }
+    return pool;
+}
+
+// The pool's key; the segment's first row has keys[0].
+DEVICE void write_pool(const Pools &p, Pool &pool, const Segment &s, const u32 *pages, const float *keys, int position, int d) {
+    float top = -INFINITY;
+#pragma unroll
+    for (int j = 0; j < KPOOL; j++) {
+        const int at = position + 1 - KPOOL + j;
+        if (at >= (int)s.position) pool.key[j] = keys[(u64)(at - s.position) * DIM + d];
+        top = pool.gate[j] > top || j == 0 ? pool.gate[j] : top;
+    }
+    float sum = 0.0f, acc = 0.0f;
+#pragma unroll
+    for (int j = 0; j < KPOOL; j++) {
+        const float e = expf(pool.gate[j] - top);
+        sum += e;
+        acc = fmaf(e, pool.key[j], acc);
+    }
+    const int number = position % PAGE / KPOOL;
+    const u64 page = (u64)pages[s.first_page + position / PAGE] * POOLS * DIM;
+    if (p.half)  // see index.cu
+        ((u16 *)p.pool_keys)[page + d / 64 * (POOLS * 64) + number * 64 + ((d % 64 / 8) ^ (number % 8)) * 8 + d % 8] =
+            narrow_half(acc / sum, 0.0f);
+    else
+        ((float *)p.pool_keys)[page + number * DIM + d] = acc / sum;
+}
+
+// Column d of the key and the gate of a segment's row t to the slot's ring.
+DEVICE void write_tail(const Pools &p, const Segment &s, const float *keys, int t, int d) {
+    float *to = p.tails + ((u64)s.slot * p.ring + (s.position + t) % p.ring) * 2 * DIM + d;
+    to[0] = keys[(u64)t * DIM + d];
+    to[DIM] = p.proj[(u64)(s.first_row + t) * p.proj_stride + p.gate_column + d];
+}
+
+// Keys of the pools that a row completes. Grid (rows), DIM threads.
+KERNEL write_pools(const Segment *segments, const u32 *row_segment, const u32 *pages, const __grid_constant__ Pools p,
+                   const float *keys) {
     after_previous();
     let_next_begin();
     const int row = blockIdx.x;
     const Segment s = segments[row_segment[row]];
     const int position = s.position + row - s.first_row;
-    const float *x = proj + (u64)row * proj_stride;
-    float square = 0.0f;
-    for (int i = threadIdx.x; i < q_lora; i += 256) square = fmaf(x[i], x[i], square);
-    float scale = 1.0f / sqrtf(block_sum<256>(square, room) / q_lora + q_eps);
-    for (int i = threadIdx.x; i < q_lora; i += 256) q_residual[(u64)row * q_stride + i] = x[i] * scale * q_weight[i];
-
-    x += q_lora;
-    square = 0.0f;
-    for (int i = threadIdx.x; i < latent; i += 256) square = fmaf(x[i], x[i], square);
-    scale = 1.0f / sqrtf(block_sum<256>(square, room) / latent + kv_eps);
-    const u64 place = ((u64)pages[s.first_page + position / PAGE] * PAGE + position % PAGE) * latent;
-    for (int i = threadIdx.x; i < latent; i += 256) {
-        const float v = x[i] * scale * kv_weight[i];
-        if (half)
-            ((u16 *)latents)[place + i] = narrow_half(v, 0.0f);
-        else
-            ((float *)latents)[place + i] = v;
-    }
-
-    if (!indexer) return;
-    x += latent;
-    const int d = threadIdx.x;
-    const float v = d < DIM ? x[d] : 0.0f;
-    const float mean = block_sum<256>(v, room) / DIM, centred = d < DIM ? v - mean : 0.0f;
-    scale = 1.0f / sqrtf(block_sum<256>(centred * centred, room) / DIM + k_eps);
-    if (d < DIM) keys[(u64)row * DIM + d] = fmaf(centred * scale, k_weight[d], k_bias[d]);
-}
-
-// Keys of the pools that a row completes. Grid (rows), DIM threads. `gate_column` is the gate's place in the projection.
-KERNEL write_pools(const Segment *segments, const u32 *row_segment, const u32 *pages, const float *proj, int proj_stride,
-                   int gate_column, const float *keys, const float *ape, const float *tails, int ring, void *pool_keys,
-                   int half) {
-    const int row = blockIdx.x, d = threadIdx.x;
-    after_previous();
-    let_next_begin();
-    const Segment s = segments[row_segment[row]];
-    const int position = s.position + row - s.first_row;
     if ((position + 1) % KPOOL != 0) return;
-    const float *tail = tails + (u64)s.slot * ring * 2 * DIM;
-    float gate[KPOOL], key[KPOOL], top = -INFINITY;
-#pragma unroll
-    for (int j = 0; j < KPOOL; j++) {
-        const int p = position + 1 - KPOOL + j;
-        if (p >= (int)s.position) {
-            const u64 from = s.first_row + p - s.position;
-            key[j] = keys[from * DIM + d];
-            gate[j] = proj[from * proj_stride + gate_column + d];
-        } else {
-            key[j] = tail[p % ring * 2 * DIM + d];
-            gate[j] = tail[(p % ring * 2 + 1) * DIM + d];
-        }
-        gate[j] += ape[j * DIM + d];
-        top = gate[j] > top || j == 0 ? gate[j] : top;
-    }
-    float sum = 0.0f, acc = 0.0f;
-#pragma unroll
-    for (int j = 0; j < KPOOL; j++) {
-        const float e = expf(gate[j] - top);
-        sum += e;
-        acc = fmaf(e, key[j], acc);
-    }
-    const int pool = position % PAGE / KPOOL;
-    const u64 page = (u64)pages[s.first_page + position / PAGE] * POOLS * DIM;
-    if (half)  // see index.cu
-        ((u16 *)pool_keys)[page + d / 64 * (POOLS * 64) + pool * 64 + ((d % 64 / 8) ^ (pool % 8)) * 8 + d % 8] =
-            narrow_half(acc / sum, 0.0f);
-    else
-        ((float *)pool_keys)[page + pool * DIM + d] = acc / sum;
+    Pool pool = begin_pool(p, s, position, threadIdx.x);
+    write_pool(p, pool, s, pages, keys + (u64)s.first_row * DIM, position, threadIdx.x);
 }
 
 // Keys and gates of a segment's last rows to the slot's ring. Grid (ring, segments), DIM threads.
-KERNEL write_tails(const Segment *segments, const float *proj, int proj_stride, int gate_column, const float *keys,
-                   float *tails, int ring) {
+KERNEL write_tails(const Segment *segments, const __grid_constant__ Pools p, const float *keys) {
     after_previous();
     let_next_begin();
     const Segment s = segments[blockIdx.y];
-    const int keep = min_of(s.rows, ring), d = threadIdx.x;
-    if ((int)blockIdx.x >= keep) return;
-    const int t = s.rows - keep + blockIdx.x;
-    const u64 row = s.first_row + t;
-    float *to = tails + ((u64)s.slot * ring + (s.position + t) % ring) * 2 * DIM + d;
-    to[0] = keys[row * DIM + d];
-    to[DIM] = proj[row * proj_stride + gate_column + d];
+    const int keep = min_of(s.rows, p.ring);
+    if ((int)blockIdx.x < keep) write_tail(p, s, keys + (u64)s.first_row * DIM, s.rows - keep + blockIdx.x, threadIdx.x);
+}
+
+// All three for segments of at most four rows, a block a segment: 256 threads a row, keys in shared memory.
+extern "C" __global__ void __launch_bounds__(256 * SHORT)
+    write_short(const Segment *segments, const u32 *pages, const __grid_constant__ Rows p, const __grid_constant__ Pools pools) {
+    __shared__ float room[SHORT][8], keys[SHORT * DIM];
+    const int t = threadIdx.x >> 8, thread = threadIdx.x & 255;
+    const Held w = hold(p, thread);
+    after_previous();
+    let_next_begin();
+    const Segment s = segments[blockIdx.x];
+    const int position = s.position + t;
+    const bool active = t < (int)s.rows, writes = active && thread < DIM, last = writes && (position + 1) % KPOOL == 0;
+    Pool pool;
+    if (AHEAD && last) pool = begin_pool(pools, s, position, thread);
+    if (active)
+        write_row(p, w, s.first_row + t, place_of(s, pages, position), keys + t * DIM, thread, [&](float v) {
+            v = warp_sum(v);
+            if ((thread & 31) == 0) room[t][thread >> 5] = v;
+            asm volatile("bar.sync %0, 256;" ::"r"(t + 1) : "memory");
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < 8; w++) sum += room[t][w];
+            asm volatile("bar.sync %0, 256;" ::"r"(t + 1) : "memory");
+            return sum;
+        });
+    __syncthreads();
+    if (!AHEAD) {
+        if (last) pool = begin_pool(pools, s, position, thread);
+        __syncthreads();
+    }
+    if (last) write_pool(pools, pool, s, pages, keys, position, thread);
+    // What the ring held of positions before has been read.
+    if (writes && t + pools.ring >= (int)s.rows) write_tail(pools, s, keys, t, thread);
 }
 
 // scores[row, pool] = sum_h w[h] relu(scale q[h] . K[pool]). Grid (tiles of 32 pools, rows), 128 threads.

@@ -1,5 +1,6 @@
 //! Sparse attention: writing latents and index keys, choosing tokens.
 
+use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::{Columns, DsaColumns, DsaWeights, Error, IndexerWeights, PAGE_TOKENS, Result};
 
 use super::index;
@@ -22,6 +23,43 @@ const SCORES: usize = 16 << 20;
 
 /// Pools of a block of the scores.
 const TILE: usize = 32;
+
+/// What writing rows takes, as the kernels declare it.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct RowsArgs {
+    proj: u64,
+    q_weight: u64,
+    kv_weight: u64,
+    k_weight: u64,
+    k_bias: u64,
+    q_residual: u64,
+    latents: u64,
+    proj_stride: i32,
+    q_lora: i32,
+    latent: i32,
+    indexer: i32,
+    q_stride: i32,
+    half: i32,
+    q_eps: f32,
+    kv_eps: f32,
+    k_eps: f32,
+    unused: i32,
+}
+
+/// What keys of pools and the ring take.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct PoolsArgs {
+    proj: u64,
+    ape: u64,
+    tails: u64,
+    pool_keys: u64,
+    proj_stride: i32,
+    gate_column: i32,
+    ring: i32,
+    half: i32,
+}
 
 fn constants(i: &IndexerWeights<Cuda>) -> [i64; 4] {
     [PAGE_TOKENS as i64, i.kpool as i64, i.dim as i64, i.heads as i64]
@@ -58,59 +96,53 @@ pub(crate) fn dsa_write(
     let keys = cuda.scratch("index keys", 4 * rows * dim)?;
     let constants = indexer.map_or(WITHOUT_INDEXER.map(|c| c as i64), constants);
     let norm = indexer.map(|i| &i.k_norm);
-    let arguments = Arguments::new()
-        .with(segments)
-        .with(row_segments)
-        .with(pages)
-        .with(proj.at(0))
-        .int(proj.width)
-        .int(q_lora)
-        .int(latent)
-        .with(weights.q_norm.weight.address())
-        .with(weights.q_norm.eps)
-        .with(weights.kv_norm.weight.address())
-        .with(weights.kv_norm.eps)
-        .with(norm.map_or(0, |n| n.weight.address()))
-        .with(norm.and_then(|n| n.bias.as_ref()).map_or(0, |b| b.address()))
-        .with(norm.map_or(0.0, |n| n.eps))
-        .int(usize::from(indexer.is_some()))
-        .with(q_residual.at(0))
-        .int(q_residual.width)
-        .with(held.latents.address())
-        .int(usize::from(cache.half))
-        .with(keys);
     q_residual.format = Format::Float;
-    let kernel = cuda.kernels.get(&FILE, &constants, "write_rows")?;
-    cuda.kernels.launch_early(kernel, Grid::new([rows, 1, 1], 256), arguments)?;
-    let Some(i) = indexer else { return Ok(()) };
-
-    let (ring, gate) = (cache.tail_ring(), q_lora + latent + i.dim + i.heads);
-    let pools = Arguments::new()
-        .with(segments)
-        .with(row_segments)
-        .with(pages)
-        .with(proj.at(0))
-        .int(proj.width)
-        .int(gate)
-        .with(keys)
-        .with(i.ape.address())
-        .with(held.tails.address())
-        .int(ring)
-        .with(held.pool_keys.address())
-        .int(usize::from(cache.half));
-    let kernel = cuda.kernels.get(&FILE, &constants, "write_pools")?;
-    cuda.kernels.launch_early(kernel, Grid::new([rows, 1, 1], i.dim), pools)?;
-    let tails = Arguments::new()
-        .with(segments)
-        .with(proj.at(0))
-        .int(proj.width)
-        .int(gate)
-        .with(keys)
-        .with(held.tails.address())
-        .int(ring);
-    let kernel = cuda.kernels.get(&FILE, &constants, "write_tails")?;
-    let grid = Grid::new([ring, cuda.plan.step.segments.len(), 1], i.dim);
-    Ok(cuda.kernels.launch_early(kernel, grid, tails)?)
+    let rows_args = RowsArgs {
+        proj: proj.at(0),
+        q_weight: weights.q_norm.weight.address(),
+        kv_weight: weights.kv_norm.weight.address(),
+        k_weight: norm.map_or(0, |n| n.weight.address()),
+        k_bias: norm.and_then(|n| n.bias.as_ref()).map_or(0, |b| b.address()),
+        q_residual: q_residual.at(0),
+        latents: held.latents.address(),
+        proj_stride: proj.width as i32,
+        q_lora: q_lora as i32,
+        latent: latent as i32,
+        indexer: i32::from(indexer.is_some()),
+        q_stride: q_residual.width as i32,
+        half: i32::from(cache.half),
+        q_eps: weights.q_norm.eps,
+        kv_eps: weights.kv_norm.eps,
+        k_eps: norm.map_or(0.0, |n| n.eps),
+        unused: 0,
+    };
+    let kernel = |entry| cuda.kernels.get(&FILE, &constants, entry);
+    let pools_args = indexer.map(|i| PoolsArgs {
+        proj: proj.at(0),
+        ape: i.ape.address(),
+        tails: held.tails.address(),
+        pool_keys: held.pool_keys.address(),
+        proj_stride: proj.width as i32,
+        gate_column: (q_lora + latent + i.dim + i.heads) as i32,
+        ring: cache.tail_ring() as i32,
+        half: i32::from(cache.half),
+    });
+    if let Some(pools) = pools_args
+        && cuda.plan.groups.len() == cuda.plan.step.segments.len()
+    {
+        // No segment has more rows than a group.
+        let arguments = Arguments::new().with(segments).with(pages).with(rows_args).with(pools);
+        let grid = Grid::new([cuda.plan.step.segments.len(), 1, 1], 256 * GROUP_ROWS);
+        return Ok(cuda.kernels.launch_early(kernel("write_short")?, grid, arguments)?);
+    }
+    let arguments = Arguments::new().with(segments).with(row_segments).with(pages).with(rows_args).with(keys);
+    cuda.kernels.launch_early(kernel("write_rows")?, Grid::new([rows, 1, 1], 256), arguments)?;
+    let (Some(i), Some(pools)) = (indexer, pools_args) else { return Ok(()) };
+    let arguments = Arguments::new().with(segments).with(row_segments).with(pages).with(pools).with(keys);
+    cuda.kernels.launch_early(kernel("write_pools")?, Grid::new([rows, 1, 1], i.dim), arguments)?;
+    let arguments = Arguments::new().with(segments).with(pools).with(keys);
+    let grid = Grid::new([cache.tail_ring(), cuda.plan.step.segments.len(), 1], i.dim);
+    Ok(cuda.kernels.launch_early(kernel("write_tails")?, grid, arguments)?)
 }
 
 /// [`glimmer_tensor::Backend::dsa_select`].
