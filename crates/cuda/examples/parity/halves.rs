@@ -20,8 +20,9 @@ const INDEX: (usize, usize, usize) = (32, 128, 4);
 /// Sequences of the cache, and the tokens of the long one.
 const SLOTS: usize = 4;
 const LONG: usize = 2304;
-/// Rows of a prompt: all of them, which take products of halves and lists in one piece, and fewer, which have the same bits.
-const MANY: [usize; 4] = [520, 300, 100, 3];
+/// Rows of a prompt: all of them, which take products of halves and lists in one piece; some, which have the same bits; and few, which
+/// have others among themselves.
+const MANY: [usize; 5] = [520, 300, 100, 20, 3];
 /// Contexts in which a row's choice of pools is spread over four blocks, and over eight.
 const SPREAD: [usize; 2] = [32 << 10, 128 << 10];
 
@@ -172,8 +173,8 @@ fn many<B: Backend>(
     }
     // Products of queries with 25 to 511 rows may be the library's where the own ones do not take a head's widths.
     let own = [64, 256].contains(&qk) && width % 2 == 0;
-    let same =
-        !own || first[1..].iter().all(|values| values.iter().zip(&first[1]).all(|(a, b)| a.to_bits() == b.to_bits()));
+    let equal = |a: &[f32], b: &[f32]| a.iter().zip(b).all(|(a, b)| a.to_bits() == b.to_bits());
+    let same = !own || equal(&first[1], &first[2]) && equal(&first[3], &first[4]);
     out.push((format!("few and some of {heads}"), vec![f32::from(u8::from(same))], 0.0));
 }
 

@@ -6,23 +6,24 @@
 // the tensor cores without padding. S^T = C Q^T (64 x HEADS), then O^T = C^T P^T (512 x HEADS): both read the tile where it lies, once
 // as rows of tokens and once, by the descriptor, as rows of latents.
 //
-// A block is two warpgroups that compute, one that gathers and one that looks ahead (sparse.cuh). The computing ones take tiles in
-// turn, each with its own running softmax and O^T in registers (HEADS x 4), so that one's products run beside the other's
-// exponentials; at the end of an item they are added through shared memory.
+// A block is four warpgroups (sparse.cuh has the last two): one has the scores of a tile and their weights, one multiplies weights
+// and tile, with O^T in registers (HEADS x 4), one gathers and one looks ahead. So scores of a tile run beside sums of the one in
+// front of it and beside the end of an item, and a tile leaves the ring as soon as both have read it: what it waits there for is
+// time in which nothing can be asked for.
 //
 // Softmax: weights refer to a maximum that moves only where one would grow beyond 2^8, so most tiles need no exchange of maxima
 // among the lanes and warps that share a head.
 //
-// A row's list is cut into parts (four, or one for steps of more than 320 rows) by the number of its own tokens alone; a part is
-// a work item, blocks take items in turn. `merge` adds four parts in their order, a whole row's item is the result. So a row's
-// bits depend neither on other rows nor on the device.
+// A row's list is cut into parts by the number of its own tokens alone; how many there are says the step's number of rows (sparse.rs).
+// A part is a work item, blocks take items in turn. `merge` adds parts in their order, a whole row's item is the result. So a
+// row's bits depend neither on other rows nor on the device.
 //
 // The scouts begin before the launch in front has ended: lists and page tables must be older than that launch, which must have
 // waited for the one in front of it before it lets the next begin. Here that launch absorbs the queries.
 //
 // Layout: latents [pages][PAGE][512] halves; queries [rows][heads][512] halves, infinite ones count as the largest; a result of one
-// part as f32 or halves; pieces [rows, groups, parts] of HEADS times 512
-// f32 in the order of threads and registers, with their maximum (base 2) and sum [rows, groups, parts][HEADS][2].
+// part as f32 or halves; pieces [rows, groups, parts] of HEADS times 512 f32 in the order of threads and registers, with their
+// maximum (base 2) and sum [rows, groups, parts][HEADS][2].
 // Constants: HEADS heads of an item (8, 16 or 32), PAGE tokens of a page.
 //
 // Limits: latents of 512; compute capability 9.0; shared memory of a whole multiprocessor.
@@ -40,72 +41,6 @@ DEVICE float exp2_fast(float x) {
     return y;
 }
 
-// Results go to memory by the copy engine, from rows of 128 columns.
-#define ROW (128 + 4)
-
-// Blocks FROM, FROM + 1 of O^T to rows of heads.
-template <int FROM>
-DEVICE void give(const float (&out)[8][HEADS / 2], float *rows, int warp, int g, int t) {
-#pragma unroll
-    for (int b = 0; b < 2; b++)
-#pragma unroll
-        for (int i = 0; i < HEADS / 2; i++)
-            rows[(8 * (i >> 2) + 2 * t + (i & 1)) * ROW + 64 * b + 16 * warp + g + 8 * ((i >> 1) & 1)] = out[FROM + b][i];
-}
-
-// Adds them to what the other warpgroup gave, the first one's in front. Factors of a head: of both and of the whole.
-template <int FROM>
-DEVICE void add(const float (&out)[8][HEADS / 2], float *rows, const float4 *factors, int w, int warp, int g, int t) {
-#pragma unroll
-    for (int n = 0; n < HEADS / 8; n++) {
-        float *at = rows + (8 * n + 2 * t) * ROW + 16 * warp + g;
-        float theirs[8];
-        float4 by[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) by[e] = factors[8 * n + 2 * t + e];
-#pragma unroll
-        for (int i = 0; i < 8; i++) theirs[i] = at[(i & 1) * ROW + 8 * (i >> 1 & 1) + 64 * (i >> 2)];
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const float own = out[FROM + (i >> 2)][4 * n + (i & 3)], first = w ? theirs[i] : own, second = w ? own : theirs[i];
-            at[(i & 1) * ROW + 8 * (i >> 1 & 1) + 64 * (i >> 2)] = fmaf(second, by[i & 1].y, first * by[i & 1].x) * by[i & 1].z;
-        }
-    }
-}
-
-// The same for sums that stay in the order of threads and registers: HEADS / 4 times four of a thread.
-template <int FROM>
-DEVICE void give_parts(const float (&out)[8][HEADS / 2], float4 *to, int thread) {
-#pragma unroll
-    for (int j = 0; j < HEADS / 4; j++) {
-        const float *v = out[FROM + j / (HEADS / 8)] + j % (HEADS / 8) * 4;
-        to[j * 128 + thread] = make_float4(v[0], v[1], v[2], v[3]);
-    }
-}
-
-template <int FROM>
-DEVICE void add_parts(const float (&out)[8][HEADS / 2], const float4 *from, const float4 *factors, int w, float4 *to, int thread) {
-#pragma unroll
-    for (int n = 0; n < HEADS / 8; n++) {
-        float4 by[2];
-#pragma unroll
-        for (int e = 0; e < 2; e++) by[e] = factors[8 * n + 2 * (thread & 3) + e];
-#pragma unroll
-        for (int b = 0; b < 2; b++) {
-            const int j = b * (HEADS / 8) + n;
-            const float4 v = from[j * 128 + thread];
-            const float theirs[4] = {v.x, v.y, v.z, v.w};
-            float sum[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const float own = out[FROM + b][4 * n + i], first = w ? theirs[i] : own, second = w ? own : theirs[i];
-                sum[i] = fmaf(second, by[i & 1].y, first * by[i & 1].x);
-            }
-            to[j * 128 + thread] = make_float4(sum[0], sum[1], sum[2], sum[3]);
-        }
-    }
-}
-
 // Infinite halves of a pair to the largest ones: queries may come of sums that did not fit.
 DEVICE u32 finite(u32 pair) {
     u32 v;
@@ -114,83 +49,60 @@ DEVICE u32 finite(u32 pair) {
     return v;
 }
 
-DEVICE void store_bulk(void *to, u32 from, u32 bytes) {
-    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(from), "r"(bytes) : "memory");
-}
+#define SCORERS 128
 
-DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
-    const int w = __shfl_sync(FULL, threadIdx.x >> 7, 0), thread = threadIdx.x & 127, warp = thread >> 5, lane = threadIdx.x & 31;
-    const int g = lane >> 2, t = lane & 3;
-    const u32 full = bars.units_full, empty = bars.units_empty;
-    float *tops = (float *)(room + TOP_AT) + w * 4 * HEADS;
-    float2 *stats = (float2 *)(room + STATS_AT);
-    const u32 weights = base + WEIGHT_AT + w * (HEADS * 128);
-    u32 first_unit = 0;
-    volatile u32 *mark = (volatile u32 *)(room + MARK_AT) + w;
-    // The item's number and the length of its list wait there until they are wanted: the products leave few registers.
-    volatile u32 *kept = (volatile u32 *)(room + MARK_AT) + 2;
-    for (u32 at = blockIdx.x; at < p.items;) {
-        const Item item = take_item(p, room, bars, at, (at - blockIdx.x) / gridDim.x);
-        meet(1, CONSUMERS);
-        // Queries: HEADS rows in eight pieces of 64 columns; a warpgroup takes a unit of them out of the ring.
-        if (w < QUERY_UNITS) {
-            const u32 unit = first_unit + w, slot = unit % UNITS;
-            barrier_wait(full + 8 * slot, unit / UNITS & 1);
-            uint4 chunks[HEADS / (2 * QUERY_UNITS)];
+// The warpgroup of scores and weights.
+DEVICE void score(const Args &p, u8 *room, u32 base, const Barriers &bars) {
+    const int thread = threadIdx.x & 127, warp = __shfl_sync(FULL, thread >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    float *tops = (float *)(room + TOP_AT);
+    volatile u32 *mark = (volatile u32 *)(room + MARK_AT);
+    u32 first_unit = 0, tiles = 0, number = 0;
+    for (u32 at = blockIdx.x; at < p.items; at += gridDim.x, number++) {
+        const Item item = take_item(p, room, bars, at, number);
+        // Queries out of the ring: HEADS rows in eight pieces of 64 columns.
 #pragma unroll
-            for (int i = 0; i < HEADS / (2 * QUERY_UNITS); i++)
-                chunks[i] = *(const uint4 *)(room + slot * UNIT + (128 * i + thread) * 16);
+        for (int u = 0; u < QUERY_UNITS; u++) {
+            const u32 unit = first_unit + u, slot = unit % UNITS;
+            barrier_wait(bars.units_full + 8 * slot, unit / UNITS & 1);
 #pragma unroll
-            for (int i = 0; i < HEADS / (2 * QUERY_UNITS); i++)
-                *(uint4 *)(room + QUERY_AT + w * (HEADS * 1024 / QUERY_UNITS) + (128 * i + thread) * 16) =
-                    make_uint4(finite(chunks[i].x), finite(chunks[i].y), finite(chunks[i].z), finite(chunks[i].w));
+            for (int i = 0; i < HEADS / (2 * QUERY_UNITS); i++) {
+                const uint4 v = *(const uint4 *)(room + slot * UNIT + (128 * i + thread) * 16);
+                *(uint4 *)(room + QUERY_AT + u * (HEADS * 1024 / QUERY_UNITS) + (128 * i + thread) * 16) =
+                    make_uint4(finite(v.x), finite(v.y), finite(v.z), finite(v.w));
+            }
             __syncwarp();
-            if (lane == 0) barrier_arrive(empty + 8 * slot);
+            if (lane == 0) barrier_arrive(bars.units_empty + 8 * slot);
         }
-        if (threadIdx.x == 0) {
-            kept[0] = at;
-            kept[1] = item.count;
-        }
-        first_unit += QUERY_UNITS - 4 * item.first_tile;  // of tile 0, as it were
         shared_written();
-        meet(1, CONSUMERS);
+        meet(1, SCORERS);
+        first_unit += QUERY_UNITS;
 
-        float out[8][HEADS / 2], top[HEADS / 4], total[HEADS / 4];
-#pragma unroll
-        for (int i = 0; i < 4 * HEADS; i++) out[i / (HEADS / 2)][i % (HEADS / 2)] = 0.0f;
+        float top[HEADS / 4], total[HEADS / 4];
 #pragma unroll
         for (int i = 0; i < HEADS / 4; i++) {
             top[i] = -INFINITY;
             total[i] = 0.0f;
         }
-        bool begun = false;
-        for (int tile = item.first_tile + w; tile < item.last_tile; tile += 2) {
-            const u32 unit = first_unit + 4 * tile;
-            // The second warpgroup starts behind the first one's first product, so that they alternate.
-            if (w && !begun) meet(4, CONSUMERS);
+        for (int tile = item.first_tile; tile < item.last_tile; tile++, tiles++, first_unit += 4) {
             float s[HEADS / 2];
 #pragma unroll
-            for (int q = 0; q < 4; q++) barrier_wait(full + 8 * ((unit + q) % UNITS), (unit + q) / UNITS & 1);
-            shared_written();
-            products_begin();
-#pragma unroll
             for (int q = 0; q < 4; q++) {
-                const u32 from = base + (unit + q) % UNITS * UNIT;
+                const u32 slot = (first_unit + q) % UNITS, from = base + slot * UNIT;
+                barrier_wait(bars.units_full + 8 * slot, (first_unit + q) / UNITS & 1);
+                shared_written();
+                products_begin();
 #pragma unroll
                 for (int b = 0; b < 2; b++)
 #pragma unroll
                     for (int k = 0; k < 4; k++)
-                        SharedProduct<HEADS, 0>::multiply(
-                            s, describe(from + b * (TILE * 128)) + 2 * k,
-                            describe(base + QUERY_AT + (2 * q + b) * (HEADS * 128)) + 2 * k, q + b + k);
+                        SharedProduct<HEADS, 0>::multiply(s, describe(from + b * (TILE * 128)) + 2 * k,
+                                                          describe(base + QUERY_AT + (2 * q + b) * (HEADS * 128)) + 2 * k, q + b + k);
             }
             products_commit();
             products_done<0>();
-            if (!w && !begun && tile + 1 < item.last_tile)
-                asm volatile("bar.arrive 4, 256;" ::: "memory");
+            const u32 buffer = tiles & 1, weights = base + WEIGHT_AT + buffer * (HEADS * 128);
             const int token = tile * TILE + 16 * warp + g;
-            const int count = kept[1];
-            const bool low = token < count, high = token + 8 < count;
+            const bool low = token < item.count, high = token + 8 < item.count;
 #pragma unroll
             for (int i = 0; i < HEADS / 2; i++) s[i] = (i & 2 ? high : low) ? s[i] * p.scale : -INFINITY;
             // Weights from the reference so far; where one would grow beyond 2^8 (and for the first tile) the tile's maxima are found.
@@ -211,16 +123,17 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
                 }
                 shared_written();
             };
-            bool grown = !begun;
-            begun = true;
+            barrier_wait(bars.weights_empty + 8 * buffer, (tiles >> 1 & 1) ^ 1);
+            const bool first = tile == item.first_tile;
+            bool grown = first;
             if (!grown) {
                 bool beyond = false;
 #pragma unroll
                 for (int i = 0; i < HEADS / 2; i++) beyond |= s[i] > top[(i >> 2) * 2 + (i & 1)] + 8.0f;
-                if (__any_sync(FULL, beyond) && lane == 0) *mark = unit + 1;
+                if (__any_sync(FULL, beyond) && lane == 0) *mark = tiles + 1;
                 store_weights();
-                meet(2 + w, 128);
-                grown = *mark == unit + 1;
+                meet(1, SCORERS);
+                grown = *mark == tiles + 1;
             }
             if (grown) {
                 float best[HEADS / 4];
@@ -234,7 +147,8 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
 #pragma unroll
                     for (int i = 0; i < HEADS / 8; i++)
                         *(float2 *)(tops + warp * HEADS + 8 * i + 2 * t) = make_float2(best[2 * i], best[2 * i + 1]);
-                meet(2 + w, 128);
+                meet(1, SCORERS);
+                float *keeps = (float *)(room + KEEP_AT) + buffer * HEADS;
 #pragma unroll
                 for (int i = 0; i < HEADS / 4; i++) {
                     const int head = 8 * (i >> 1) + 2 * t + (i & 1);
@@ -243,21 +157,81 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
                     const float keep = exp2_fast(top[i] - m);
                     top[i] = m;
                     total[i] *= keep;
-#pragma unroll
-                    for (int b = 0; b < 8; b++) {
-                        out[b][(i >> 1) * 4 + (i & 1)] *= keep;
-                        out[b][(i >> 1) * 4 + (i & 1) + 2] *= keep;
-                    }
+                    if (warp == 0 && g == 0) keeps[head] = keep;
                 }
                 store_weights();
-                meet(2 + w, 128);
+                meet(1, SCORERS);
             }
 #pragma unroll
             for (int i = 0; i < HEADS / 4; i++) total[i] += weight[(i >> 1) * 4 + (i & 1)] + weight[(i >> 1) * 4 + (i & 1) + 2];
+            if (thread == 0) {
+                mark[2 + buffer] = grown && !first;
+                barrier_arrive(bars.weights_full + 8 * buffer);
+            }
+        }
+        // Sums over the tokens: lanes, then warps.
+#pragma unroll
+        for (int i = 0; i < HEADS / 4; i++)
+#pragma unroll
+            for (int d = 4; d < 32; d <<= 1) total[i] += __shfl_xor_sync(FULL, total[i], d);
+        if (g == 0)
+#pragma unroll
+            for (int i = 0; i < HEADS / 4; i++) tops[warp * HEADS + 8 * (i >> 1) + 2 * t + (i & 1)] = total[i];
+        meet(1, SCORERS);
+        if (warp == 0) {
+            if (p.parts == 1) barrier_wait(bars.factors_empty, (number & 1) ^ 1);
+            if (g == 0)
+#pragma unroll
+                for (int i = 0; i < HEADS / 4; i++) {
+                    const int head = 8 * (i >> 1) + 2 * t + (i & 1);
+                    const float sum = (tops[head] + tops[HEADS + head]) + (tops[2 * HEADS + head] + tops[3 * HEADS + head]);
+                    if (p.parts > 1)
+                        p.stats[(u64)at * HEADS + head] = make_float2(top[i], sum);
+                    else
+                        ((float *)(room + FACTOR_AT))[head] = sum != 0.0f ? 1.0f / sum : 0.0f;
+                }
+            __syncwarp();
+            if (p.parts == 1 && lane == 0) barrier_arrive(bars.factors_full);
+        }
+    }
+}
+
+// The warpgroup of sums of latents.
+DEVICE void sum_up(const Args &p, u8 *room, u32 base, const Barriers &bars) {
+    const int thread = threadIdx.x & 127, warp = __shfl_sync(FULL, thread >> 5, 0), lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+    volatile u32 *mark = (volatile u32 *)(room + MARK_AT);
+    u32 first_unit = 0, tiles = 0, number = 0;
+    for (u32 at = blockIdx.x; at < p.items; at += gridDim.x, number++) {
+        const Item item = take_item(p, room, bars, at, number);
+        first_unit += QUERY_UNITS;
+        float out[8][HEADS / 2];
+#pragma unroll
+        for (int i = 0; i < 4 * HEADS; i++) out[i / (HEADS / 2)][i % (HEADS / 2)] = 0.0f;
+        for (int tile = item.first_tile; tile < item.last_tile; tile++, tiles++, first_unit += 4) {
+            const u32 buffer = tiles & 1, weights = base + WEIGHT_AT + buffer * (HEADS * 128);
+            barrier_wait(bars.weights_full + 8 * buffer, tiles >> 1 & 1);
+            if (mark[2 + buffer]) {
+                const float *keeps = (const float *)(room + KEEP_AT) + buffer * HEADS;
+#pragma unroll
+                for (int n = 0; n < HEADS / 8; n++) {
+                    const float2 keep = *(const float2 *)(keeps + 8 * n + 2 * t);
+#pragma unroll
+                    for (int b = 0; b < 8; b++) {
+                        out[b][4 * n] *= keep.x;
+                        out[b][4 * n + 1] *= keep.y;
+                        out[b][4 * n + 2] *= keep.x;
+                        out[b][4 * n + 3] *= keep.y;
+                    }
+                }
+            }
+#pragma unroll
+            for (int q = 0; q < 4; q++) barrier_wait(bars.units_full + 8 * ((first_unit + q) % UNITS), (first_unit + q) / UNITS & 1);
+            shared_written();
             products_begin();
+            // A quarter of the columns is free when its sums are there.
 #pragma unroll
             for (int q = 0; q < 4; q++) {
-                const u32 from = base + (unit + q) % UNITS * UNIT;
+                const u32 from = base + (first_unit + q) % UNITS * UNIT;
 #pragma unroll
                 for (int k = 0; k < 4; k++)
 #pragma unroll
@@ -268,7 +242,7 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
             }
             auto release = [&](int q) {
                 __syncwarp();
-                if (lane == 0) barrier_arrive(empty + 8 * ((unit + q) % UNITS));
+                if (lane == 0) barrier_arrive(bars.units_empty + 8 * ((first_unit + q) % UNITS));
             };
             products_done<3>();
             release(0);
@@ -278,102 +252,52 @@ DEVICE void attend(const Args &p, u8 *room, u32 base, const Barriers &bars) {
             release(2);
             products_done<0>();
             release(3);
+            if (lane == 0) barrier_arrive(bars.weights_empty + 8 * buffer);
         }
-        first_unit += 4 * item.last_tile;
-        // Sums over the tokens: lanes, then warps; then the two warpgroups.
-#pragma unroll
-        for (int i = 0; i < HEADS / 4; i++)
-#pragma unroll
-            for (int d = 4; d < 32; d <<= 1) total[i] += __shfl_xor_sync(FULL, total[i], d);
-        if (g == 0)
-#pragma unroll
-            for (int i = 0; i < HEADS / 4; i++) tops[warp * HEADS + 8 * (i >> 1) + 2 * t + (i & 1)] = total[i];
-        meet(2 + w, 128);
-        if (warp == 0 && g == 0)
-#pragma unroll
-            for (int i = 0; i < HEADS / 4; i++) {
-                const int head = 8 * (i >> 1) + 2 * t + (i & 1);
-                stats[w * HEADS + head] = make_float2(
-                    top[i], (tops[head] + tops[HEADS + head]) + (tops[2 * HEADS + head] + tops[3 * HEADS + head]));
-            }
-        meet(1, CONSUMERS);
-        // Factors of both warpgroups' sums and of the whole, where the first one's maxima were.
-        // Read again, lest what follows from it is kept in registers through the products.
-        u32 tid;
-        asm volatile("mov.u32 %0, %%tid.x;" : "=r"(tid));
-        at = kept[0];
-        const Item done = item_of(p, at, 0);
-        const int own_warp = tid >> 5 & 3, row = (tid & 31) >> 2, column = tid & 3;
-        float *area = (float *)(room + QUERY_AT);
-        float4 *factors = (float4 *)(room + TOP_AT);
-        if (tid < HEADS) {
-            const float2 a = stats[tid], b = stats[HEADS + tid];
-            const float most = fmaxf(a.x, b.x);
-            const float first = a.y == 0.0f ? 0.0f : exp2_fast(a.x - most), second = b.y == 0.0f ? 0.0f : exp2_fast(b.x - most);
-            const float sum = fmaf(b.y, second, a.y * first);
-            factors[tid] = make_float4(first, second, p.parts > 1 ? 1.0f : sum != 0.0f ? 1.0f / sum : 0.0f, 0.0f);
-            if (p.parts > 1) p.stats[(u64)at * HEADS + tid] = make_float2(most, sum);
-        }
-        // A warpgroup adds half of the columns, in two rounds.
         if (p.parts > 1) {
-            float4 *mine = (float4 *)area + w * (HEADS * 32), *others = (float4 *)area + (w ^ 1) * (HEADS * 32);
-            float4 *to = (float4 *)p.pieces + ((u64)at * 4 + 2 * w) * (HEADS * 32);
-            const int own = tid & 127;
+            float4 *to = (float4 *)p.pieces + (u64)at * (HEADS * 128) + thread;
 #pragma unroll
-            for (int round = 0; round < 2; round++) {
-                if (round) meet(1, CONSUMERS);
-                if (w)
-                    round ? give_parts<2>(out, others, own) : give_parts<0>(out, others, own);
-                else
-                    round ? give_parts<6>(out, others, own) : give_parts<4>(out, others, own);
-                meet(1, CONSUMERS);
-                if (w)
-                    round ? add_parts<6>(out, mine, factors, 1, to + HEADS * 32, own) : add_parts<4>(out, mine, factors, 1, to, own);
-                else
-                    round ? add_parts<2>(out, mine, factors, 0, to + HEADS * 32, own) : add_parts<0>(out, mine, factors, 0, to, own);
-            }
-        } else {
-            // Rows are free again when the copy engine has read them.
-            float *mine = area + w * (HEADS * ROW), *others = area + (w ^ 1) * (HEADS * ROW);
+            for (int b = 0; b < 8; b++)
 #pragma unroll
-            for (int round = 0; round < 2; round++) {
-                if (round) meet(1, CONSUMERS);
-                if (w)
-                    round ? give<2>(out, others, own_warp, row, column) : give<0>(out, others, own_warp, row, column);
-                else
-                    round ? give<6>(out, others, own_warp, row, column) : give<4>(out, others, own_warp, row, column);
-                meet(1, CONSUMERS);
-                if (w)
-                    round ? add<6>(out, mine, factors, 1, own_warp, row, column) : add<4>(out, mine, factors, 1, own_warp, row, column);
-                else
-                    round ? add<2>(out, mine, factors, 0, own_warp, row, column) : add<0>(out, mine, factors, 0, own_warp, row, column);
-                shared_written();
-                meet(2 + w, 128);
-                if (p.halves) {
-#pragma unroll
-                    for (int i = 0; i < HEADS / 8; i++) {
-                        const int line = 8 * i + (tid >> 4 & 7), eight = tid & 15;
-                        const float4 *from = (const float4 *)(mine + line * ROW + 8 * eight);
-                        const float4 low = from[0], high = from[1];
-                        const u32 h = done.group * HEADS + line;
-                        if (h < p.heads)
-                            *(uint4 *)((u16 *)p.pieces + ((u64)done.row * p.heads + h) * LATENT + 256 * w + 128 * round + 8 * eight) =
-                                make_uint4(narrow_half(low.x, low.y), narrow_half(low.z, low.w), narrow_half(high.x, high.y),
-                                           narrow_half(high.z, high.w));
-                    }
-                } else if (own_warp == 0) {
-                    const u32 from = shared_address(mine);
-                    const u32 h = done.group * HEADS + tid % 32;
-                    if (tid % 32 < HEADS && h < p.heads)
-                        store_bulk(p.pieces + ((u64)done.row * p.heads + h) * LATENT + 256 * w + 128 * round, from + tid % 32 * (ROW * 4), 512);
-                    asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;" ::: "memory");
-                    __syncwarp();
-                }
-            }
+                for (int n = 0; n < HEADS / 8; n++)
+                    to[(b * (HEADS / 8) + n) * 128] = make_float4(out[b][4 * n], out[b][4 * n + 1], out[b][4 * n + 2], out[b][4 * n + 3]);
+            continue;
         }
-        at += gridDim.x;
+        barrier_wait(bars.factors_full, number & 1);
+        const u32 head = item.group * HEADS + 2 * t;
+        const u64 place = ((u64)item.row * p.heads + head) * LATENT + 16 * warp;
+        // Sums of a head, scaled: columns 64 b + g and + 8 further of block b.
+        auto each_head = [&](auto write) {
+#pragma unroll
+            for (int n = 0; n < HEADS / 8; n++) {
+                const float2 by = *(const float2 *)(room + FACTOR_AT + (8 * n + 2 * t) * 4);
+#pragma unroll
+                for (int e = 0; e < 2; e++)
+#pragma unroll
+                    for (int b = 0; b < 8; b++)
+                        write(out[b][4 * n + e] * (e ? by.y : by.x), out[b][4 * n + 2 + e] * (e ? by.y : by.x), 8 * n + e, 64 * b);
+            }
+        };
+        if (p.halves) {
+            // Of the columns g and g + 8 to 2 g and 2 g + 1: 32 bytes of eight lanes.
+            u16 *to = (u16 *)p.pieces + place + 2 * g;
+            const int from = 8 * (g & 3) + t, bytes = g < 4 ? 0x5410 : 0x7632;
+            each_head([&](float low, float high, int h, int column) {
+                const u32 pair = narrow_half(low, high);
+                const u32 even = __shfl_sync(FULL, pair, from), odd = __shfl_sync(FULL, pair, from + 4);
+                if (head + h < p.heads) *(u32 *)(to + h * LATENT + column) = __byte_perm(even, odd, bytes);
+            });
+        } else {
+            float *to = p.pieces + place + g;
+            each_head([&](float low, float high, int h, int column) {
+                if (head + h >= p.heads) return;
+                to[h * LATENT + column] = low;
+                to[h * LATENT + column + 8] = high;
+            });
+        }
+        __syncwarp();
+        if (lane == 0) barrier_arrive(bars.factors_empty);
     }
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(512, 1) attend_selected(const __grid_constant__ Args p) {
@@ -394,6 +318,12 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_selected(const __gri
             barrier_init(b.items_full + 8 * i, 1);
             barrier_init(b.items_empty + 8 * i, (CONSUMERS + GATHERERS) / 32);
         }
+        for (int i = 0; i < 2; i++) {
+            barrier_init(b.weights_full + 8 * i, 1);
+            barrier_init(b.weights_empty + 8 * i, 4);
+        }
+        barrier_init(b.factors_full, 1);
+        barrier_init(b.factors_empty, 4);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
@@ -406,16 +336,21 @@ extern "C" __global__ void __launch_bounds__(512, 1) attend_selected(const __gri
         after_previous();
         let_next_begin();
         gather(p, room, base, b);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 216;");
+    } else if (threadIdx.x >= SCORERS) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         after_previous();
-        attend(p, room, base, b);
+        sum_up(p, room, base, b);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
+        after_previous();
+        score(p, room, base, b);
     }
 }
 
 // out[row, head] = the parts' sums over the parts' totals. Grid (rows, eights of heads, 4), 128 threads, each with the registers of
 // the thread that left them; zero for an empty list.
-KERNEL merge(const float4 *pieces, const float2 *stats, int groups, int heads, float *out) {
+template <int PARTS>
+DEVICE void merge(const float4 *pieces, const float2 *stats, int groups, int heads, float *out) {
     after_previous();
     let_next_begin();
     const int row = blockIdx.x, group = blockIdx.y / (HEADS / 8), n = blockIdx.y % (HEADS / 8);
@@ -463,4 +398,10 @@ KERNEL merge(const float4 *pieces, const float2 *stats, int groups, int heads, f
             to[64 * b + 8] = sum[b][2 + e] * by;
         }
     }
+}
+KERNEL merge_4(const float4 *pieces, const float2 *stats, int groups, int heads, float *out) {
+    merge<4>(pieces, stats, groups, heads, out);
+}
+KERNEL merge_5(const float4 *pieces, const float2 *stats, int groups, int heads, float *out) {
+    merge<5>(pieces, stats, groups, heads, out);
 }

@@ -13,7 +13,6 @@
 #define CONSUMERS 256
 #define GATHERERS 128
 #define SCOUTS 128
-#define PARTS 4
 // Items and tiles whose places are known ahead; tiles that are looked up at a time.
 #define ITEMS 4
 #define PLACES 16
@@ -21,8 +20,9 @@
 #define QUERY_AT (UNITS * UNIT)
 #define WEIGHT_AT (QUERY_AT + HEADS * 1024)
 #define TOP_AT (WEIGHT_AT + 2 * HEADS * 128)
-#define STATS_AT (TOP_AT + 2 * HEADS * 16)
-#define MARK_AT (STATS_AT + 2 * HEADS * 8)
+#define KEEP_AT (TOP_AT + HEADS * 16)
+#define FACTOR_AT (KEEP_AT + HEADS * 8)
+#define MARK_AT (FACTOR_AT + HEADS * 4)
 #define PLACE_AT (MARK_AT + 16)
 #define ITEM_AT (PLACE_AT + PLACES * TILE * 4)
 #define BARRIER_AT (ITEM_AT + ITEMS * 16)
@@ -40,7 +40,7 @@ struct Args {
 
 // Barriers of a ring: `full` and `empty` of each place.
 struct Barriers {
-    u32 units_full, units_empty, places_full, places_empty, items_full, items_empty;
+    u32 units_full, units_empty, places_full, places_empty, items_full, items_empty, weights_full, weights_empty, factors_full, factors_empty;
 };
 
 DEVICE Barriers barriers_at(u32 at) {
@@ -51,6 +51,10 @@ DEVICE Barriers barriers_at(u32 at) {
     b.places_empty = b.places_full + 8 * PLACES;
     b.items_full = b.places_empty + 8 * PLACES;
     b.items_empty = b.items_full + 8 * ITEMS;
+    b.weights_full = b.items_empty + 8 * ITEMS;
+    b.weights_empty = b.weights_full + 16;
+    b.factors_full = b.weights_empty + 16;
+    b.factors_empty = b.factors_full + 8;
     return b;
 }
 

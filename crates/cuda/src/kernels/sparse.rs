@@ -8,6 +8,7 @@ use glimmer_tensor::{PAGE_TOKENS, Result};
 use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
+    library::OWN_ROWS,
     types::CudaSelection,
 };
 
@@ -20,11 +21,15 @@ pub(crate) const LATENT: usize = 512;
 /// Tokens of a tile.
 const TILE: usize = 64;
 
-/// Parts of a row's list: its bits do not depend on the step's number of rows up to here. Beyond, rows are not cut.
+/// Parts of a row's list in steps of up to so many rows; beyond, rows are not cut. Among steps of equal parts a row's bits do not depend
+/// on the number of rows.
 const PARTS: usize = 4;
 const PARTED_ROWS: usize = 320;
 
-/// Threads of a block: two warpgroups that compute, one that gathers, one that looks ahead.
+/// Parts in steps with few rows, up to where products become the library's. Where it is not there its line does not exist either.
+const MORE_PARTS: usize = 5;
+
+/// Threads of a block: a warpgroup of scores, one of sums, one that gathers, one that looks ahead.
 const THREADS: usize = 512;
 
 /// Bytes of sums of parts held at a time; more rows are taken in turns.
@@ -61,6 +66,15 @@ pub(crate) enum Attended {
     Halves(u64),
 }
 
+/// Parts of a list in a step of so many rows.
+fn parts(rows: usize, library: bool) -> usize {
+    match rows {
+        0..=OWN_ROWS if library => MORE_PARTS,
+        0..=PARTED_ROWS => PARTS,
+        _ => 1,
+    }
+}
+
 /// Whether lists of a step of so many rows are not cut.
 pub(crate) fn whole(rows: usize) -> bool {
     rows > PARTED_ROWS
@@ -75,12 +89,12 @@ pub(crate) fn item_heads(heads: usize) -> usize {
     }
 }
 
-/// Bytes of shared memory of a block: ring, queries, weights of both warpgroups, maxima, sums and marks, places and items known
-/// ahead, barriers.
+/// Bytes of shared memory of a block: ring, queries, weights of two tiles, maxima and factors, marks, places and items known ahead,
+/// barriers.
 fn shared(heads: usize) -> usize {
     let (units, places, items) = (11, 16, 4);
     let ahead = places * 4 * TILE + items * 16;
-    units * TILE * 256 + heads * (1024 + 2 * 128 + 2 * 16 + 2 * 8) + 16 + ahead + (units + places + items) * 16
+    units * TILE * 256 + heads * (1024 + 2 * 128 + 28) + 16 + ahead + (units + places + items + 3) * 16
 }
 
 /// `out[row, head]` = attended latent for absorbed `queries` in halves, both `[rows, heads, LATENT]` and of a range of the step's
@@ -98,7 +112,7 @@ pub(crate) fn attend(
     let rows = cuda.plan.rows();
     let of_item = item_heads(heads);
     let groups = heads.div_ceil(of_item);
-    let parts = if whole(rows) { 1 } else { PARTS };
+    let parts = parts(rows, cuda.has_library());
     let (out, halves) = match out {
         Attended::Floats(address) => (address, false),
         Attended::Halves(address) => (address, true),
@@ -111,7 +125,8 @@ pub(crate) fn attend(
     let stats = cuda.scratch("softmax of parts", 8 * held * groups * parts * of_item)?;
     let constants = [of_item as i64, PAGE_TOKENS as i64];
     let kernel = |entry| cuda.kernels.get(&FILE, &constants, entry);
-    let (attend, merge) = (kernel("attend_selected")?, kernel("merge")?);
+    let (attend, merge) =
+        (kernel("attend_selected")?, kernel(if parts == MORE_PARTS { "merge_5" } else { "merge_4" })?);
     for first in range.clone().step_by(turn) {
         let count = turn.min(range.end - first);
         let (words, elements) = (4 * first as u64, ((first - range.start) * heads * LATENT) as u64);
@@ -145,4 +160,16 @@ pub(crate) fn attend(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lists_have_lines_of_the_products_only_with_the_library() {
+        assert_eq!([1, 24, 25, 320, 321].map(|rows| parts(rows, true)), [5, 5, 4, 4, 1]);
+        assert_eq!([1, 24, 25, 320, 321].map(|rows| parts(rows, false)), [4, 4, 4, 4, 1]);
+        assert!(whole(321) && !whole(320));
+    }
 }
