@@ -13,12 +13,9 @@
 // Constants: PLANES, CLUSTER (slices of 512 columns), SWIGLU, STAGES.
 #include "common.cuh"
 #include "async.cuh"
+#include "few.cuh"
 
 #define BATCH 2
-#define WARPS 8
-#define THREADS 256
-#define SLICE 512
-#define STAGE_BYTES 16384
 #define TILE 128      // sums of a tile
 #define BUFFER_BYTES (BATCH * WARPS * TILE * 4)
 #define WIDTH (SWIGLU ? 8 : 16)
@@ -42,36 +39,6 @@ struct Args {
     int outputs, tiles, w_bytes, x_stride, y_stride, divisor, round, slots;
     float limit;
 };
-
-DEVICE u32 cluster_rank() {
-    u32 r;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-DEVICE void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEVICE u32 peer(u32 address, u32 rank) {
-    u32 a;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(address), "r"(rank));
-    return a;
-}
-DEVICE void peer_store(u32 address, float v) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
-DEVICE void peer_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-DEVICE void cluster_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra over;\n"
-        "bra again;\nover:\n}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-DEVICE uint4 shared_words(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-    return v;
-}
 
 // A place in a block's run of tiles: rounds of passes of tiles. This lane's first row of the item's matrices.
 struct Cursor {
@@ -116,27 +83,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few_experts(const __gri
     const int rounds = (count + p.round - 1) / p.round;
     if (count == 0) let_next_begin();
 
-    // This lane copies a row's 16-byte piece lane % 8 of the warp's 128 bytes: rows lane / 8, + 4, + 8, + 12. Odd rows have
-    // their halves exchanged, so that reading meets all banks.
     Cursor ahead;
     ahead.tile = first, ahead.item = -1;
     if (count > 0) ahead.seek(p);
     int asked = 0;
     u32 filling = 0;
-    u64 once;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    const int quarter = lane >> 3;
-    const u32 to = ring + warp * 2048 + quarter * 128 + (((lane & 7) ^ (4 * (quarter & 1))) << 4);
+    const u64 once = read_once();
+    const u32 to = copies_to(ring);
     auto ask = [&]() {
         if (asked < count) {
-            const u32 column = rank * (SLICE * 2) + warp * 128 + 16 * (lane & 7);
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-                const u8 *from = ahead.row(p, quarter + 4 * r) + column;
-                asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to + filling * STAGE_BYTES + r * 512),
-                             "l"(from), "l"(once)
-                             : "memory");
-            }
+            copy_tile(to + filling * STAGE_BYTES, rank * (SLICE * 2), once, [&](int i) { return ahead.row(p, i); });
             if (++filling == STAGES) filling = 0;
             if (++asked == count) let_next_begin();
             else ahead.tile++, ahead.seek(p);
@@ -145,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few_experts(const __gri
     };
     for (int i = 0; i < STAGES - 1; i++) ask();
 
-    const u32 own = ring + warp * 2048 + g * 128 + ((t ^ (4 * (g & 1))) << 4);
+    const u32 own = weights_at(ring);
     u32 slot = 0, turn = 0;
     // Lane (g, t) has of token g the columns 32 k + 8 t .. + 7: two operands of 16 columns.
     u32 b[2][PLANES][4];
@@ -164,12 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few_experts(const __gri
 #pragma unroll
             for (int h = 0; h < 2; h++) {
                 const float4 w = there ? *(const float4 *)(from + 32 * k + 4 * h) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-                const u32 high = narrow(w.x, w.y), next = narrow(w.z, w.w);
-                b[k][0][2 * h] = high, b[k][0][2 * h + 1] = next;
-#if PLANES > 1
-                b[k][1][2 * h] = narrow(w.x - widen_low(high), w.y - widen_high(high));
-                b[k][1][2 * h + 1] = narrow(w.z - widen_low(next), w.w - widen_high(next));
-#endif
+                split(b[k], 2 * h, w);
             }
     };
     for (int round = 0; round < rounds; round++) {
@@ -181,14 +132,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few_experts(const __gri
             for (int j = 0; j < BATCH; j++) {
                 if (i + j >= tiles) break;
                 take(from + i + j);
-                asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-                __syncwarp();
                 uint4 a[2][2];
-#pragma unroll
-                for (int k = 0; k < 2; k++)
-#pragma unroll
-                    for (int r = 0; r < 2; r++) a[k][r] = shared_words((own ^ (k << 6)) + slot * STAGE_BYTES + r * 1024);
-                __syncwarp();
+                take_tile(a, own, slot);
                 ask();
                 if (++slot == STAGES) slot = 0;
                 float c[PLANES][4];
@@ -206,20 +151,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few_experts(const __gri
 #pragma unroll
                 for (int e = 0; e < 4; e++) c[0][e] += c[1][e];
 #endif
-                const u32 place = buffer + ((j * WARPS + warp) * TILE + lane * 4) * 4;
-                asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place), "f"(c[0][0]), "f"(c[0][1]), "f"(c[0][2]),
-                             "f"(c[0][3])
-                             : "memory");
+                store_sums(buffer + ((j * WARPS + warp) * TILE + lane * 4) * 4, c[0]);
             }
             meet(1, THREADS);
             const float *read = (const float *)(shared + (buffer - base));
             // A thread a sum of the two tiles.
             const int j = threadIdx.x / TILE, at = threadIdx.x % TILE, tile = i + j;
             if (tile < tiles) {
-                const float *r = read + j * WARPS * TILE + at;
-                float s = r[0];
-#pragma unroll
-                for (int w = 1; w < WARPS; w++) s += r[w * TILE];
+                const float s = sum_of_warps(read + j * WARPS * TILE + at, TILE);
                 const u32 place = area + (((round & 1) * p.slots + tile / CLUSTER * CLUSTER + rank) * TILE + at) * 4;
                 if (CLUSTER > 1)
                     peer_store(peer(place, tile % CLUSTER), s);

@@ -21,16 +21,13 @@
 // Constants: NT (tiles of 8 rows of x), PLANES, CLUSTER, PASSES, SWIGLU, STAGES.
 #include "common.cuh"
 #include "async.cuh"
+#include "few.cuh"
 
 // Tiles between two meetings of the warps, and buffers for their sums.
 #define BATCH (NT == 1 ? 2 : 1)
 #define BUFFERS (NT == 1 ? 2 : 1)
 // The next slice's part of x is asked for while this one's is multiplied, where registers suffice.
 #define NEXT (PASSES > 1 && NT == 1)
-#define WARPS 8
-#define THREADS 256
-#define SLICE 512
-#define STAGE_BYTES 16384
 #define TILE (128 * NT)      // sums of a tile
 #define BUFFER_BYTES (BATCH * WARPS * TILE * 4)
 #define PARTIAL_BYTES (BUFFERS * BUFFER_BYTES)
@@ -50,36 +47,6 @@ struct Args {
     float limit;
     int aligned;
 };
-
-DEVICE u32 cluster_rank() {
-    u32 r;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-    return r;
-}
-DEVICE void cluster_meet() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-DEVICE u32 peer(u32 address, u32 rank) {
-    u32 a;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(address), "r"(rank));
-    return a;
-}
-DEVICE void peer_store(u32 address, float v) { asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory"); }
-DEVICE void peer_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-DEVICE void cluster_wait(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@done bra over;\n"
-        "bra again;\nover:\n}\n" ::"r"(barrier),
-        "r"(parity)
-        : "memory");
-}
-DEVICE uint4 shared_words(u32 address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
-    return v;
-}
 
 // A place in a block's list of tiles: rounds of passes of tiles.
 struct Cursor {
@@ -133,26 +100,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
 
-    // This lane copies a row's 16-byte piece lane % 8 of the warp's 128 bytes: rows lane / 8, + 4, + 8, + 12. Odd rows have
-    // their halves exchanged, so that reading meets all banks.
     Cursor ahead;
     ahead.begin(p, first, count, rounds);
     int asked = 0;
     u32 filling = 0;
-    u64 once;
-    asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
-    const int quarter = lane >> 3;
-    const u32 to = ring + warp * 2048 + quarter * 128 + (((lane & 7) ^ (4 * (quarter & 1))) << 4);
+    const u64 once = read_once();
+    const u32 to = copies_to(ring);
     auto ask = [&]() {
         if (asked < pieces) {
-            const u32 column = (rank * PASSES + ahead.pass) * (SLICE * 2) + warp * 128 + 16 * (lane & 7);
-#pragma unroll
-            for (int r = 0; r < 4; r++) {
-                const u8 *from = ahead.row(p, quarter + 4 * r) + column;
-                asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to + filling * STAGE_BYTES + r * 512),
-                             "l"(from), "l"(once)
-                             : "memory");
-            }
+            const u32 column = (rank * PASSES + ahead.pass) * (SLICE * 2);
+            copy_tile(to + filling * STAGE_BYTES, column, once, [&](int i) { return ahead.row(p, i); });
             ahead.next(p, first, count, rounds);
             if (++filling == STAGES) filling = 0;
             if (++asked == pieces) let_next_begin();
@@ -165,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
     if (CLUSTER > 1) cluster_meet(); else __syncthreads();
     after_previous();
 
-    const u32 own = ring + warp * 2048 + g * 128 + ((t ^ (4 * (g & 1))) << 4);
+    const u32 own = weights_at(ring);
     u32 slot = 0, turn = 0;
     // Lane (g, t) has of row 8 n + g the columns 32 k + 8 t .. + 7: two operands of 16 columns.
     u32 b[NT][2][PLANES][4];
@@ -197,15 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
 #pragma unroll
                     for (int k = 0; k < 2; k++)
 #pragma unroll
-                        for (int h = 0; h < 2; h++) {
-                            const float4 w = v[n][k][h];
-                            const u32 high = narrow(w.x, w.y), next = narrow(w.z, w.w);
-                            b[n][k][0][2 * h] = high, b[n][k][0][2 * h + 1] = next;
-#if PLANES > 1
-                            b[n][k][1][2 * h] = narrow(w.x - widen_low(high), w.y - widen_high(high));
-                            b[n][k][1][2 * h + 1] = narrow(w.z - widen_low(next), w.w - widen_high(next));
-#endif
-                        }
+                        for (int h = 0; h < 2; h++) split(b[n][k], 2 * h, v[n][k][h]);
             }
             if (NEXT) fetch(pass + 1 < PASSES ? pass + 1 : 0);
             for (int i = 0; i < tiles; i += BATCH) {
@@ -214,14 +163,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
 #pragma unroll
                 for (int j = 0; j < BATCH; j++) {
                     if (i + j >= tiles) break;
-                    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-                    __syncwarp();
                     uint4 a[2][2];
-#pragma unroll
-                    for (int k = 0; k < 2; k++)
-#pragma unroll
-                        for (int r = 0; r < 2; r++) a[k][r] = shared_words((own ^ (k << 6)) + slot * STAGE_BYTES + r * 1024);
-                    __syncwarp();
+                    take_tile(a, own, slot);
                     ask();
                     if (++slot == STAGES) slot = 0;
                     float c[PLANES][NT][4];
@@ -249,10 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
 #pragma unroll
                         for (int e = 0; e < 4; e++) c[0][n][e] += c[1][n][e];
 #endif
-                        const u32 place = buffer + ((j * WARPS + warp) * TILE + n * 128 + lane * 4) * 4;
-                        asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(place), "f"(c[0][n][0]), "f"(c[0][n][1]),
-                                     "f"(c[0][n][2]), "f"(c[0][n][3])
-                                     : "memory");
+                        store_sums(buffer + ((j * WARPS + warp) * TILE + n * 128 + lane * 4) * 4, c[0][n]);
                     }
                 }
                 meet(1, THREADS);
@@ -262,10 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) few(const __grid_consta
                 for (int e = threadIdx.x; e < BATCH * TILE; e += THREADS) {
                     if (e >= sum_count) break;
                     const int j = e / TILE, at = e % TILE, tile = i + j;
-                    const float *r = read + j * WARPS * TILE + at;
-                    float s = r[0];
-#pragma unroll
-                    for (int w = 1; w < WARPS; w++) s += r[w * TILE];
+                    float s = sum_of_warps(read + j * WARPS * TILE + at, TILE);
 #if PASSES > 1
                     float *before = (float *)(shared + (sums - base)) + tile * TILE + at;
                     if (pass > 0) s += *before;
