@@ -15,7 +15,7 @@
 //
 // Limits: compute capability 9.0; items of up to NMAX tokens.
 //
-// Constants: SWIGLU, NMAX (32, 80 or 128), STAGES.
+// Constants: SWIGLU, NMAX (32, 80 or 128), STAGES, UNROLL.
 #include "common.cuh"
 #include "wgmma.cuh"
 #include "async.cuh"
@@ -34,6 +34,8 @@
 #define STEPS (NMAX <= 80 ? 4 : 2)
 #define BATCHES (8 / STEPS)
 #define READ_AHEAD (NMAX <= 80)
+// Stages of a turn: their places in the ring are known when the kernel is compiled. UNROLL divides STAGES and the groups.
+#define TURNS (STAGES / UNROLL)
 // Widths of products: an item's are the narrowest that hold its tokens.
 #if NMAX == 128
 #define WIDTHS 128, 120, 112, 96, 64
@@ -90,35 +92,33 @@ struct Codes {
     u16 scales[2];
 };
 
-// Where a thread stands among the stages.
+// Where a thread stands among the stages, which it takes UNROLL at a turn.
 struct Ring {
-    u32 base, full, empty, header, own;  // `own`: this thread's first codes in a stage
-    u32 place;                           // of the tokens of the stage in slot 0, as a product's descriptor begins
-    u32 slot, parity;                    // of the stage to be read next
-    int left;                            // stages to be read
+    u32 full, empty, header;  // of slot 0, as what follows
+    u32 codes, scales;        // this thread's
+    u32 place;                // of the tokens, as a product's descriptor begins
+    u32 turn, parity;         // of the turn that comes now, and of its stages
+    int left;                 // READ_AHEAD: turns of which no stage was read; else stages
     Codes next;
 
-    // Reads the weights of the next stage, if there is one.
-    __device__ __forceinline__ void read() {
-        if (left == 0) return;
-        left--;
+    // Reads the weights of a stage.
+    __device__ __forceinline__ void read(u32 slot) {
         barrier_wait(full + 8 * slot, parity);
-        const u32 at = own + slot * STAGE_BYTES;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const u32 block = at + r * (SWIGLU ? 2 * GROUP_BYTES : BLOCK_BYTES);
-            next.words[r] = shared_words(block + 16 * (threadIdx.x & 31));
-            next.scales[r] = shared_half(block + 512 + (threadIdx.x & 28) / 2);
+            const u32 block = slot * STAGE_BYTES + r * (SWIGLU ? 2 * GROUP_BYTES : BLOCK_BYTES);
+            next.words[r] = shared_words(codes + block);
+            next.scales[r] = shared_half(scales + block);
         }
-        if (++slot == STAGES) slot = 0, parity ^= 1;
     }
 
-    // The first stage of the tile that comes now.
-    __device__ __forceinline__ u32 first() const { return !READ_AHEAD ? slot : slot == 0 ? STAGES - 1 : slot - 1; }
+    __device__ __forceinline__ void advance() {
+        if (++turn == TURNS) turn = 0, parity ^= 1;
+    }
 
-    __device__ __forceinline__ void release(u32 stage) const {
+    __device__ __forceinline__ void release(u32 barrier) const {
         __syncwarp();
-        if ((threadIdx.x & 31) == 0) barrier_arrive(empty + 8 * stage);
+        if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
     }
 };
 
@@ -131,10 +131,10 @@ struct Registers {
 
 // Products of a batch.
 template <int N>
-DEVICE void batch(Registers &regs, int side, u64 b, bool add) {
+DEVICE void batch(Registers &regs, int side, u32 b, int add) {
     products_begin();
 #pragma unroll
-    for (int i = 0; i < STEPS; i++) Warpgroup<N>::multiply(regs.acc, regs.a[side] + 4 * i, b + 2 * i, add || i > 0);
+    for (int i = 0; i < STEPS; i++) Warpgroup<N>::multiply(regs.acc, regs.a[side] + 4 * i, describe_at(b + 2 * i), add || i > 0);
     products_commit();
 }
 
@@ -154,7 +154,7 @@ struct Width {
 
     // The branches stay even where one width would do: without them the compiler lets every product wait for the one before.
     template <int I = 0>
-    __device__ __forceinline__ void batch_for(Registers &regs, int side, u64 b, bool add) const {
+    __device__ __forceinline__ void batch_for(Registers &regs, int side, u32 b, int add) const {
         if constexpr (I + 1 < count) {
             if (wider[I]) batch<all[I]>(regs, side, b, add);
             else batch_for<I + 1>(regs, side, b, add);
@@ -169,39 +169,52 @@ DEVICE void settle(Registers &regs) {
     for (int i = 0; i < NMAX / 2; i++) asm volatile("" : "+f"(regs.acc[i])::"memory");
 }
 
-// regs.acc = products of `groups` stages. With READ_AHEAD the first one is in `ring.next`, as is afterwards the one that follows.
-DEVICE void sum(Registers &regs, int tokens, int groups, Ring &ring) {
+// regs.acc = products of `turns` turns of stages. With READ_AHEAD the first one is in `ring.next`, as is afterwards the one that follows.
+DEVICE void sum(Registers &regs, int tokens, int turns, Ring &ring) {
     const Width width(tokens);
     settle(regs);
-    u32 own = ring.first(), before = 0, place = ring.place + own * (STAGE_BYTES >> 4);
+    u32 before = 0;
     int more = 0;
 #pragma unroll 1
-    for (int q = 0; q < groups; q++) {
+    for (int q = 0; q < turns; q++) {
+        const u32 first = UNROLL * ring.turn, empty = ring.empty + 8 * first, place = ring.place + first * (STAGE_BYTES >> 4);
+#pragma unroll
+        for (int u = 0; u < UNROLL; u++) {
 #if !READ_AHEAD
-        ring.read();
+            // Always. Without a branch here, too, products wait for each other.
+            if (ring.left) ring.read(first + u), ring.left--;
 #endif
-        const Codes codes = ring.next;
-        const Scale scale[2] = {scale_of(codes.scales[0]), scale_of(codes.scales[1])};
-        const u64 b = describe_at(place);
+            const Codes codes = ring.next;
+            const Scale scale[2] = {scale_of(codes.scales[0]), scale_of(codes.scales[1])};
 #pragma unroll
-        for (int i = 0; i < BATCHES; i++) {
-            // The batch that had these registers is done, and so is, with the second one, the stage before this one.
-            products_done<1>();
-            if (i == 1 && more) ring.release(before);
+            for (int i = 0; i < BATCHES; i++) {
+                // The batch that had these registers is done, and so is, with the second one, the stage before this one.
+                products_done<1>();
+                if (i == 1 && (u > 0 || more)) ring.release(u > 0 ? empty + 8 * (u - 1) : before);
 #pragma unroll
-            for (int k = 0; k < STEPS / 2; k++)
+                for (int k = 0; k < STEPS / 2; k++)
 #pragma unroll
-                for (int r = 0; r < 2; r++)
-                    expand(word_of(codes.words[r], STEPS / 2 * i + k), scale[r], regs.a[i & 1] + 8 * k + r);
+                    for (int r = 0; r < 2; r++)
+                        expand(word_of(codes.words[r], STEPS / 2 * i + k), scale[r], regs.a[i & 1] + 8 * k + r);
 #if READ_AHEAD
-            if (i == BATCHES / 2) ring.read();
+                if (i == BATCHES / 2) {
+                    if (u + 1 < UNROLL) {
+                        ring.read(first + u + 1);
+                    } else {
+                        ring.advance();
+                        if (ring.left) ring.read(UNROLL * ring.turn), ring.left--;
+                    }
+                }
 #endif
-            const int column = 16 * STEPS * i;
-            width.batch_for(regs, i & 1, b + column / 64 * (HALF_BYTES >> 4) + column % 64 / 8, i > 0 || more);
+                const int column = 16 * STEPS * i;
+                const u32 b = place + u * (STAGE_BYTES >> 4) + column / 64 * (HALF_BYTES >> 4) + column % 64 / 8;
+                width.batch_for(regs, i & 1, b, u > 0 || i > 0 || more);
+            }
         }
-        before = own, more = 1;
-        place += STAGE_BYTES >> 4;
-        if (++own == STAGES) own = 0, place = ring.place;
+        before = empty + 8 * (UNROLL - 1), more = 1;
+#if !READ_AHEAD
+        ring.advance();
+#endif
     }
     products_done<0>();
     settle(regs);
@@ -321,22 +334,25 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 128, 1) experts(const _
         asm volatile("mov.u32 %0, %1;" : "=r"(start) : "r"(base));
         const int j = warp >> 2, w = warp & 3, tiles = begin < end ? (end - begin + gridDim.x - 1) / gridDim.x : 0;
         Ring ring;
-        ring.base = start, ring.place = describe_low(start), ring.full = start + STAGES * STAGE_BYTES + ROOM_BYTES, ring.empty = ring.full + 8 * STAGES;
-        ring.header = ring.empty + 8 * STAGES;
-        ring.own = start + X_BYTES +
-                   (SWIGLU ? (j >> 1) * GROUP_BYTES + (4 * (j & 1) + w) * BLOCK_BYTES : j * GROUP_BYTES + 2 * w * BLOCK_BYTES);
-        ring.slot = 0, ring.parity = 0, ring.left = tiles * p.groups;
+        ring.place = describe_low(start);
+        ring.full = start + STAGES * STAGE_BYTES + ROOM_BYTES, ring.empty = ring.full + 8 * STAGES, ring.header = ring.empty + 8 * STAGES;
+        const u32 own = start + X_BYTES +
+                        (SWIGLU ? (j >> 1) * GROUP_BYTES + (4 * (j & 1) + w) * BLOCK_BYTES : j * GROUP_BYTES + 2 * w * BLOCK_BYTES);
+        ring.codes = own + 16 * lane, ring.scales = own + 512 + (lane & 28) / 2;
+        asm volatile("" : "+r"(ring.codes), "+r"(ring.scales));
+        const int turns = p.groups / UNROLL;
+        ring.turn = 0, ring.parity = 0, ring.left = tiles * (READ_AHEAD ? turns : (int)p.groups);
 #if READ_AHEAD
-        ring.read();
+        if (ring.left) ring.read(0), ring.left--;
 #endif
 #pragma unroll 1
         for (int n = 0; n < tiles; n++) {
-            const u32 stage = ring.first();
+            const u32 stage = UNROLL * ring.turn;
 #if !READ_AHEAD
             barrier_wait(ring.full + 8 * stage, ring.parity);
 #endif
             const uint4 head = shared_words(ring.header + 16 * stage);
-            sum(regs, head.y, p.groups, ring);
+            sum(regs, head.y, turns, ring);
             finish(p, head.x, head.y, head.z, regs, room);
         }
         asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -46,7 +46,7 @@ pub(crate) static FEW: File = File {
 
 /// Many tokens an expert.
 pub(crate) static MANY: File =
-    File { name: "experts.cu", text: include_str!("experts.cu"), constants: &["SWIGLU", "NMAX", "STAGES"] };
+    File { name: "experts.cu", text: include_str!("experts.cu"), constants: &["SWIGLU", "NMAX", "STAGES", "UNROLL"] };
 
 /// Rows of a step up to which a row's bits do not depend on the others.
 pub(crate) const FEW_ROWS: usize = 320;
@@ -104,7 +104,7 @@ pub(crate) struct Variant {
 impl Variant {
     /// For matrices of `groups` groups of columns and items of up to `tokens` tokens.
     fn new(swiglu: bool, tokens: usize, groups: usize) -> Self {
-        if tokens <= 16 { Self::few(swiglu, tokens.div_ceil(8), groups) } else { Self::many(swiglu, tokens) }
+        if tokens <= 16 { Self::few(swiglu, tokens.div_ceil(8), groups) } else { Self::many(swiglu, tokens, groups) }
     }
 
     fn few(swiglu: bool, tiles: usize, groups: usize) -> Self {
@@ -133,14 +133,17 @@ impl Variant {
         }
     }
 
-    fn many(swiglu: bool, tokens: usize) -> Self {
+    fn many(swiglu: bool, tokens: usize, groups: usize) -> Self {
         let stage = 2 * tokens * GROUP + 17 * 1024;
         let room = tokens.next_multiple_of(32) * if swiglu { 256 } else { 512 };
         // Room to begin at a multiple of 1024.
         let stages = ((SHARED - 1024 - room) / (stage + 32)).min(8);
+        // Stages whose places are constants; with fewer than four in the ring that is not worth a stage.
+        let unroll = if stages < 4 { 1 } else { [4, 2, 1].into_iter().find(|u| groups.is_multiple_of(*u)).unwrap_or(1) };
+        let stages = stages / unroll * unroll;
         Self {
             file: &MANY,
-            constants: [usize::from(swiglu), tokens, stages].map(|c| c as i64).to_vec(),
+            constants: [usize::from(swiglu), tokens, stages, unroll].map(|c| c as i64).to_vec(),
             outputs: if swiglu { 128 } else { 256 },
             threads: 640,
             shared: stages * (stage + 32) + room + 1024,

@@ -11,19 +11,24 @@
 // Constants: TOP, experts a row; EXPERTS.
 #include "common.cuh"
 
-#define CHUNK 2048
+// Choices of a block's rows that are taken at a time, and rows that are fetched while choices are counted.
+#define OWN (64 * TOP)
+#define AHEAD 16
 #define PER ((EXPERTS + 255) / 256)
 
 struct Item {
     u32 expert, first, count;
 };
 
-// Eight values of a row as halves.
-DEVICE uint4 eight(const float *x, int at) {
-    const float4 a = *(const float4 *)(x + 8 * at), b = *(const float4 *)(x + 8 * at + 4);
+// Eight values of a row, of the columns 8 * at .., as halves.
+DEVICE uint4 halves(const float4 a, const float4 b, int at) {
     const float m = at & 1 ? 0.25f : 4.0f;
     return make_uint4(narrow_half(m * a.x, m * a.y), narrow_half(m * a.z, m * a.w), narrow_half(m * b.x, m * b.y),
                       narrow_half(m * b.z, m * b.w));
+}
+
+DEVICE uint4 eight(const float *x, int at) {
+    return halves(*(const float4 *)(x + 8 * at), *(const float4 *)(x + 8 * at + 4), at);
 }
 
 // The place of columns 8 * at .. in a slot.
@@ -35,7 +40,7 @@ struct Counts {
     u32 count[EXPERTS], start[EXPERTS], first[EXPERTS], sums[2][8];
 };
 
-// From `count` an expert's first slot and first item; gives the number of items. A block of 256 threads.
+// From `count` an expert's first slot and first item; gives the number of items. A block of 256 threads at least.
 DEVICE u32 starts(Counts &c, int tokens) {
     const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31;
     u32 slots = 0, items = 0;
@@ -50,7 +55,7 @@ DEVICE u32 starts(Counts &c, int tokens) {
         const u32 a = __shfl_up_sync(FULL, slot, d), b = __shfl_up_sync(FULL, item, d);
         if (lane >= d) slot += a, item += b;
     }
-    if (lane == 31) c.sums[0][warp] = slot, c.sums[1][warp] = item;
+    if (lane == 31 && warp < 8) c.sums[0][warp] = slot, c.sums[1][warp] = item;
     __syncthreads();
     u32 all = 0;
     slot -= slots, item -= items;
@@ -72,7 +77,7 @@ DEVICE u32 starts(Counts &c, int tokens) {
 
 // Writes the work items; one block.
 DEVICE void write_items(const Counts &c, int tokens, u32 all, Item *items, u32 *item_count) {
-    for (int e = threadIdx.x; e < EXPERTS; e += 256) {
+    for (int e = threadIdx.x; e < EXPERTS; e += blockDim.x) {
         const u32 own = c.count[e], parts = (own + tokens - 1) / tokens;
         if (own == 0) continue;
         const u32 size = ((own + parts - 1) / parts + 7) & ~7u;
@@ -120,73 +125,75 @@ extern "C" __global__ void __launch_bounds__(256) arrange(const u32 *experts, in
     }
 }
 
-// Many rows, first: every choice's rank among those of its expert in a chunk (into `slots`), and the chunk's counts. A block a
-// chunk, 256 choices a warp.
-extern "C" __global__ void __launch_bounds__(256) rank(const u32 *experts, int choices, u32 *counts, u32 *slots) {
-    __shared__ u32 seen[8][EXPERTS];
-    const int tid = threadIdx.x, warp = tid >> 5, lane = tid & 31, at = blockIdx.x * CHUNK + warp * 256 + lane;
-    after_previous();
-    let_next_begin();
-    for (int i = tid; i < 8 * EXPERTS; i += 256) seen[0][i] = 0;
-    u32 e[8], before[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) e[i] = at + 32 * i < choices ? experts[at + 32 * i] : FULL;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const u32 same = __match_any_sync(FULL, e[i]), lower = same & ((1u << lane) - 1);
-        const u32 count = e[i] != FULL ? seen[warp][e[i]] : 0;
-        before[i] = count + __popc(lower);
-        __syncwarp();
-        if (e[i] != FULL && lower == 0) seen[warp][e[i]] = count + __popc(same);
-        __syncwarp();
-    }
-    __syncthreads();
-    for (int i = tid; i < EXPERTS; i += 256) {
-        u32 sum = 0;
-#pragma unroll
-        for (int w = 0; w < 8; w++) {
-            const u32 v = seen[w][i];
-            seen[w][i] = sum;
-            sum += v;
-        }
-        counts[blockIdx.x * EXPERTS + i] = sum;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8; i++)
-        if (e[i] != FULL) slots[at + 32 * i] = seen[warp][e[i]] + before[i];
-}
-
-// Second: slots, list, items. A block a chunk.
-extern "C" __global__ void __launch_bounds__(256) place(const u32 *experts, int choices, int tokens, const u32 *counts,
-                                                        u32 *list, u32 *slots, Item *items, u32 *item_count) {
+// The same for many rows: every block counts all choices, too, but for `per` rows of its own. Fewer than 65536 rows, each with
+// TOP different experts. One block a share of the rows, 1024 threads.
+extern "C" __global__ void __launch_bounds__(1024) arrange_many(const u32 *experts, int choices, int per, int tokens, u32 *list,
+                                                                u32 *slots, Item *items, u32 *item_count, const float *x,
+                                                                int x_stride, int hidden, u8 *packed, int pitch) {
     __shared__ Counts c;
-    __shared__ u32 before[EXPERTS];
-    const int tid = threadIdx.x;
+    __shared__ u32 before[EXPERTS], own[OWN], slot_of[OWN];
+    const int tid = threadIdx.x, begin = blockIdx.x * per * TOP, end = min_of(begin + per * TOP, choices);
+    for (int i = tid; i < EXPERTS; i += 1024) c.count[i] = 0;
     after_previous();
     let_next_begin();
-    for (int e = tid; e < EXPERTS; e += 256) {
-        u32 sum = 0, earlier = 0;
-#pragma unroll 8
-        for (int b = 0; b < (int)gridDim.x; b++) {
-            const u32 v = counts[b * EXPERTS + e];
-            if (b < (int)blockIdx.x) earlier += v;
-            sum += v;
-        }
-        c.count[e] = sum;
-        before[e] = earlier;
+    __syncthreads();
+    if (packed) {
+        const int wide = hidden / 32, lines = min_of(AHEAD, (end - begin) / TOP) * wide;
+        for (int i = tid; i < lines; i += 1024)
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(x + (u64)(begin / TOP + i / wide) * x_stride + 32 * (i % wide)));
+    }
+    // An expert's choices: in the lower half of a word all, in the upper one those ahead of this block's.
+#pragma unroll 4
+    for (int i = tid; i < choices / 4; i += 1024) {
+        const uint4 e = ((const uint4 *)experts)[i];
+        const int ahead = begin - 4 * i;
+        atomicAdd(&c.count[e.x], ahead > 0 ? 0x10001 : 1), atomicAdd(&c.count[e.y], ahead > 1 ? 0x10001 : 1);
+        atomicAdd(&c.count[e.z], ahead > 2 ? 0x10001 : 1), atomicAdd(&c.count[e.w], ahead > 3 ? 0x10001 : 1);
+    }
+    for (int i = (choices & ~3) + tid; i < choices; i += 1024) atomicAdd(&c.count[experts[i]], i < begin ? 0x10001 : 1);
+    __syncthreads();
+    for (int i = tid; i < EXPERTS; i += 1024) {
+        const u32 v = c.count[i];
+        c.count[i] = v & 0xffff, before[i] = v >> 16;
     }
     __syncthreads();
     const u32 all = starts(c, tokens);
     if (blockIdx.x == 0) write_items(c, tokens, all, items, item_count);
+    const int eights = (hidden + 7) / 8;
+#pragma unroll 1
+    for (int at = begin; at < end; at += OWN) {
+        const int n = min_of(OWN, end - at);
+        for (int j = tid; j < n; j += 1024) own[j] = experts[at + j];
+        __syncthreads();
+        for (int j = tid; j < n; j += 1024) {
+            const u32 e = own[j];
+            u32 slot = c.start[e] + before[e];
+#pragma unroll 8
+            for (int i = 0; i < j; i++) slot += own[i] == e;
+            slot_of[j] = slot;
+            slots[at + j] = slot;
+            list[slot] = at + j;
+        }
+        __syncthreads();
+        for (int j = tid; j < n; j += 1024) atomicAdd(&before[own[j]], 1);
+        if (packed) {
+            const int count = n / TOP * eights;
+            float4 a, b;
+            const auto read = [&](int i) {
+                const float *from = x + (u64)(at / TOP + i / eights) * x_stride + 8 * (i % eights);
+                a = *(const float4 *)from, b = *(const float4 *)(from + 4);
+            };
+            if (tid < count) read(tid);
+#pragma unroll 1
+            for (int i = tid; i < count; i += 1024) {
+                const int row = i / eights, place = i % eights;
+                const uint4 v = halves(a, b, place);
+                if (i + 1024 < count) read(i + 1024);
 #pragma unroll
-    for (int i = 0; i < CHUNK; i += 256) {
-        const int at = blockIdx.x * CHUNK + i + tid;
-        if (at >= choices) break;
-        const u32 e = experts[at], slot = c.start[e] + before[e] + slots[at];
-        slots[at] = slot;
-        list[slot] = at;
+                for (int k = 0; k < TOP; k++) *(uint4 *)(packed + place_of(pitch, slot_of[row * TOP + k], place)) = v;
+            }
+        }
+        __syncthreads();
     }
 }
 

@@ -8,7 +8,7 @@ use crate::{
     backend::Cuda,
     launch::{Arguments, File, Grid},
     memory::Memory,
-    types::{CudaBuffer, CudaRouting, INT4_ROWS},
+    types::{CudaBuffer, CudaRouting, INT4_ROWS, require},
 };
 
 pub(crate) static FILE: File =
@@ -17,11 +17,11 @@ pub(crate) static FILE: File =
 /// Words of a work item: expert, first slot, choices.
 const ITEM_WORDS: usize = 3;
 
-/// Choices that are counted together.
-const CHUNK: usize = 2048;
+/// Rows up to which each of them has two blocks of its own; more are shared out to the multiprocessors.
+const FEW_ROWS: usize = 128;
 
-/// Rows whose list is one launch, in which every block counts all choices.
-const ARRANGED_ROWS: usize = 512;
+/// Rows that a list can have: a block counts an expert's choices in 16 bits.
+const MOST_ROWS: usize = (1 << 16) - 1;
 
 /// Slot of every choice.
 const SLOTS_OF: &str = "slots of the choices";
@@ -88,11 +88,17 @@ pub(crate) fn list(
     let wanted = (routing.id, rows, tokens);
     let (x, stride, columns) = rows_in.map_or((0, 0, 0), |(buffer, columns)| (buffer.at(0), buffer.width, columns));
     let planned = cuda.planned == Some(wanted);
-    let together = !planned && rows <= ARRANGED_ROWS;
-    let choices_of = || Arguments::new().with(routing.experts.address()).int(choices);
-    let constants = constants(routing);
-    if together {
-        let arguments = choices_of()
+    if !planned {
+        require("rows of the work list", rows, MOST_ROWS)?;
+        let mut arguments = Arguments::new().with(routing.experts.address()).int(choices);
+        let (entry, grid) = if rows <= FEW_ROWS {
+            ("arrange", Grid::new([if packed == 0 { 1 } else { 2 }, rows, 1], 256))
+        } else {
+            let per = rows.div_ceil(cuda.device().properties().multiprocessors);
+            arguments = arguments.int(per);
+            ("arrange_many", Grid::new([rows.div_ceil(per), 1, 1], 1024))
+        };
+        let arguments = arguments
             .int(tokens)
             .with(grouped)
             .with(slot_of)
@@ -103,23 +109,12 @@ pub(crate) fn list(
             .int(columns)
             .with(packed)
             .int(slots);
-        // Two blocks a row where rows are too few for the device.
-        let parts = if packed != 0 && rows <= 128 { 2 } else { 1 };
-        let kernel = cuda.kernels.get(&FILE, &constants, "arrange")?;
-        cuda.kernels.launch_early(kernel, Grid::new([parts, rows, 1], 256), arguments)?;
-    } else if !planned {
-        let chunks = choices.div_ceil(CHUNK);
-        let counts = cuda.scratch("counts of the experts", 4 * chunks * experts)?;
-        let grid = Grid::new([chunks, 1, 1], 256);
-        let kernel = cuda.kernels.get(&FILE, &constants, "rank")?;
-        cuda.kernels.launch_early(kernel, grid, choices_of().with(counts).with(slot_of))?;
-        let arguments = choices_of().int(tokens).with(counts).with(grouped).with(slot_of).with(items).with(count);
-        let kernel = cuda.kernels.get(&FILE, &constants, "place")?;
+        let kernel = cuda.kernels.get(&FILE, &constants(routing), entry)?;
         cuda.kernels.launch_early(kernel, grid, arguments)?;
     }
     cuda.planned = Some(wanted);
     let list = List { grouped, slot_of, items, count, most, slots, packed, fresh: !planned };
-    if packed != 0 && !together {
+    if packed != 0 && planned {
         return fill(cuda, rows, (x, stride, columns), routing, routing.top, list);
     }
     Ok(list)
