@@ -11,7 +11,7 @@ use crate::{
     kernels::{
         dense, dsa, experts, experts_bf16, few,
         gemm::{self, Variant},
-        heads, index, kda, kda_chunk, mhc, mla, moe, narrow, router, sampler, slots, sparse, vision,
+        heads, index, kda, kda_chunk, mhc, mla, moe, narrow, router, sampler, several, slots, sparse, vision,
     },
     types::GROUP,
 };
@@ -86,6 +86,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
             }
         }
     }
+    units.extend(several::units(reduced));
     // The draft layer's experts, whole and as slices of two and four ranks.
     let slices = [1, 2, 4].map(|ranks| (false, moe_config.intermediate_size / ranks));
     for (swiglu, columns) in [(true, text.hidden_size)].into_iter().chain(slices) {
@@ -115,6 +116,7 @@ pub fn needs_warpgroups(unit: &Unit) -> bool {
         experts_bf16::MANY.name,
         few::FILE.name,
         heads::FILE.name,
+        several::FILE.name,
         sparse::FILE.name,
         index::FILE.name,
         index::CHOOSE.name,

@@ -15,6 +15,7 @@ mod material;
 mod micro;
 mod router;
 mod sampler;
+mod several;
 mod stages;
 
 use std::process::ExitCode;

@@ -8,14 +8,14 @@ use glimmer_tensor::{
 
 use crate::{
     material::{Kind, Part, Random, buffer, linear, matrix, norm, poison, random_buffer, read, step, swiglu, vector},
-    router,
+    router, several,
 };
 
 /// A named result, with the largest relative error that it may have.
 pub(crate) type Named = (String, Vec<f32>, f64);
 
 /// Bound of a product: activations carry 16 to 17 bits.
-const PRODUCT: f64 = 1e-5;
+pub(crate) const PRODUCT: f64 = 1e-5;
 /// Bound of a product of INT4 experts: activations, and what is summed over a row's experts, carry 11 bits.
 const HALVES: f64 = 5e-4;
 /// Bound of f32 arithmetic in another order.
@@ -682,6 +682,7 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     if which == Which::Dense {
         products(b, &mut out);
         many_rows(b, &mut out);
+        several::several(b, &mut out);
         rows_and_norms(b, &mut out);
         return out;
     }
@@ -708,6 +709,7 @@ fn all<B: Backend>(b: &mut B, which: Which) -> Vec<Named> {
     router::router(b, &mut out);
     router::narrow(b, &mut out);
     products(b, &mut out);
+    several::several(b, &mut out);
     rows_and_norms(b, &mut out);
     sites(b, &mut out);
     kda(b, &mut out);

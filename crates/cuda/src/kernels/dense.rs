@@ -5,7 +5,7 @@ use glimmer_tensor::{Columns, Linear, Norm, Result, Streams, Swiglu};
 use super::{
     few,
     gemm::{self, Input},
-    narrow, wide,
+    narrow, several, wide,
 };
 use crate::{
     backend::Cuda,
@@ -76,7 +76,8 @@ pub(crate) fn joint(
         width += linear.weight.out;
     }
     out.require("linear: the output", rows, start + width)?;
-    if wide::linear(cuda, rows, input, weights, out, start)? {
+    let several = several::takes(cuda, rows, input, weights);
+    if !several && wide::linear(cuda, rows, input, weights, out, start)? {
         return Ok(());
     }
     out.format = Format::Float;
@@ -84,9 +85,10 @@ pub(crate) fn joint(
     let mut column = start;
     let mut left = weights;
     while let Some((linear, rest)) = left.split_first() {
-        let together = few::together(cuda, rows, input, left);
+        let together = if several { several::together(left) } else { few::together(cuda, rows, input, left) };
         if together > 0 {
-            few::product(cuda, rows, input, &left[..together], out, column)?;
+            let multiply = if several { several::product } else { few::product };
+            multiply(cuda, rows, input, &left[..together], out, column)?;
             column += left[..together].iter().map(|l| l.weight.out).sum::<usize>();
             left = &left[together..];
             continue;
@@ -153,6 +155,9 @@ pub(crate) fn gated(
     act: &mut CudaBuffer,
 ) -> Result<()> {
     let Swiglu { gate, up, down } = weights;
+    if several::takes_gate(cuda, rows, input, [gate, up]) {
+        return several::gated(cuda, rows, input, [gate, up], limit, act);
+    }
     if [gate, up].iter().all(|l| few::takes(cuda, rows, input, &l.weight)) {
         return few::gated(cuda, rows, input, gate, up, limit, act);
     }
@@ -329,6 +334,9 @@ pub(crate) fn head(
     let list = cuda.list(Role::Logits, rows)?;
     let input = Input { buffer: hidden, start: 0, width: matrix.columns, list };
     logits.format = Format::Float;
+    if several::head(cuda, rows.len(), input, matrix, logits)? {
+        return Ok(());
+    }
     if few::takes(cuda, rows.len(), input, matrix) {
         return few::product_of(cuda, rows.len(), input, matrix, logits);
     }

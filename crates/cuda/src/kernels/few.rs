@@ -1,7 +1,7 @@
 //! Products of BF16 matrices with few rows: a step's projections while it decodes; see `few.cu`.
 //!
-//! For devices of compute capability 9.0, up to [`MOST_ROWS`] rows and whole slices of columns; everything else takes the products
-//! of [`super::gemm`], whose sums have another order. Several matrices of one input are one launch, and the input is taken
+//! For devices of compute capability 9.0, up to [`MOST_ROWS`] rows and whole slices of columns; large matrices with more than eight
+//! rows are [`super::several`]'s, everything else takes the products of [`super::gemm`], whose sums have another order. Several matrices of one input are one launch, and the input is taken
 //! in f32, so that nothing has to be prepared.
 //!
 //! # One order of summation

@@ -16,6 +16,7 @@ pub(crate) mod moe;
 pub(crate) mod narrow;
 pub(crate) mod router;
 pub(crate) mod sampler;
+pub(crate) mod several;
 pub(crate) mod slots;
 pub(crate) mod sparse;
 pub(crate) mod vision;

@@ -3,6 +3,8 @@
 //! | rows | activations | weights |
 //! |---|---|---|
 //! | up to 24 | f32 split in the kernel, `few.rs` | as stored |
+//! | 9 to 24, large matrices | f32 split in the kernel, `several.rs` | as stored |
+//! | 25 to 96, large matrices | two planes of bf16 that both meet the weights at once, `several.rs` | as stored |
 //! | 25 to 511 | two planes of bf16, the low one below the high one as rows of one product | as stored |
 //! | 512 and more | one plane of halves | halves, made for each product in scratch |
 //!

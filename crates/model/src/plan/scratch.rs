@@ -7,12 +7,13 @@
 use glimmer_checkpoint::{TextConfig, VisionConfig, config::MlpKind};
 
 /// Every piece of scratch, by the backend's names.
-pub const PIECES: [&str; 34] = [
+pub const PIECES: [&str; 37] = [
     "a matrix as halves",
     "absorbed queries",
     "absorbed queries in f32",
     "activations as planes",
     "activations as planes of halves",
+    "activations in chunks",
     "activations of the experts",
     "attended latents",
     "attended latents as planes",
@@ -21,6 +22,7 @@ pub const PIECES: [&str; 34] = [
     "chunks of the delta rule",
     "counters of the delta rule",
     "counts of the experts",
+    "counts of tiles",
     "gate and up",
     "index keys",
     "index scores",
@@ -35,6 +37,7 @@ pub const PIECES: [&str; 34] = [
     "slots of the choices",
     "softmax of parts",
     "sums of both planes",
+    "sums of runs",
     "the sampler's parts",
     "the sampler's rows that ended",
     "the step's plan",
@@ -150,6 +153,8 @@ impl Largest<'_> {
                 let inner = self.vision.map_or(0, |vision| vision.intermediate_size.max(3 * vision.hidden_size));
                 (4 * rows * widest).max(4 * patches * inner)
             }
+            // Planes of up to 96 rows.
+            "activations in chunks" => 4 * rows.next_multiple_of(8).clamp(32, 96) * widest.max(dense),
             // What devices without warpgroup products take.
             "activations as planes of halves" => 0,
             "activations of the experts" => in_slots(inner).max(planes(inner)),
@@ -159,6 +164,9 @@ impl Largest<'_> {
             "chunks of the delta rule" => 32 * 8 * 74_752,
             "counters of the delta rule" => 4 * (32 + 32 * 9),
             "counts of the experts" => 4 * choices.div_ceil(2048) * experts,
+            // Tiles of 128 rows of weights, and two tiles' sums of 96 rows for each of 132 multiprocessors.
+            "counts of tiles" => 4 * shared(text.vocab_size).div_ceil(128),
+            "sums of runs" => 2 * 132 * 4 * 192 * 96,
             "gate and up" => 8 * turn * dense.max(inner * moe.num_shared),
             "index keys" => 4 * rows * text.indexer.head_dim,
             "index scores" => 4 * SCORES.min(rows * pools).max(4 * pools),
