@@ -11,9 +11,8 @@
 // Constants: TOP, experts a row; EXPERTS.
 #include "common.cuh"
 
-// Choices of a block's rows that are taken at a time, and rows that are fetched while choices are counted.
+// Choices of a block's rows that are taken at a time.
 #define OWN (64 * TOP)
-#define AHEAD 16
 #define PER ((EXPERTS + 255) / 256)
 
 struct Item {
@@ -137,11 +136,6 @@ extern "C" __global__ void __launch_bounds__(1024) arrange_many(const u32 *exper
     after_previous();
     let_next_begin();
     __syncthreads();
-    if (packed) {
-        const int wide = hidden / 32, lines = min_of(AHEAD, (end - begin) / TOP) * wide;
-        for (int i = tid; i < lines; i += 1024)
-            asm volatile("prefetch.global.L2 [%0];" ::"l"(x + (u64)(begin / TOP + i / wide) * x_stride + 32 * (i % wide)));
-    }
     // An expert's choices: in the lower half of a word all, in the upper one those ahead of this block's.
 #pragma unroll 4
     for (int i = tid; i < choices / 4; i += 1024) {
