@@ -7,7 +7,7 @@
 use glimmer_checkpoint::{TextConfig, VisionConfig, config::MlpKind};
 
 /// Every piece of scratch, by the backend's names.
-pub const PIECES: [&str; 37] = [
+pub const PIECES: [&str; 36] = [
     "a matrix as halves",
     "absorbed queries",
     "absorbed queries in f32",
@@ -21,7 +21,6 @@ pub const PIECES: [&str; 37] = [
     "choices by expert",
     "chunks of the delta rule",
     "counters of the delta rule",
-    "counts of the experts",
     "counts of tiles",
     "gate and up",
     "index keys",
@@ -163,7 +162,6 @@ impl Largest<'_> {
             "choices by expert" => 4 * slots,
             "chunks of the delta rule" => 32 * 8 * 74_752,
             "counters of the delta rule" => 4 * (32 + 32 * 9),
-            "counts of the experts" => 4 * choices.div_ceil(2048) * experts,
             // Tiles of 128 rows of weights, and two tiles' sums of 96 rows for each of 132 multiprocessors.
             "counts of tiles" => 4 * shared(text.vocab_size).div_ceil(128),
             "sums of runs" => 2 * 132 * 4 * 192 * 96,
