@@ -139,7 +139,8 @@ impl Variant {
         // Room to begin at a multiple of 1024.
         let stages = ((SHARED - 1024 - room) / (stage + 32)).min(8);
         // Stages whose places are constants; with fewer than four in the ring that is not worth a stage.
-        let unroll = if stages < 4 { 1 } else { [4, 2, 1].into_iter().find(|u| groups.is_multiple_of(*u)).unwrap_or(1) };
+        let unroll =
+            if stages < 4 { 1 } else { [4, 2, 1].into_iter().find(|u| groups.is_multiple_of(*u)).unwrap_or(1) };
         let stages = stages / unroll * unroll;
         Self {
             file: &MANY,
