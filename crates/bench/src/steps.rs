@@ -1,10 +1,11 @@
 //! How long a step takes: a model with random weights, steps of one shape again and again.
 //!
 //! One prompt of the wanted length is computed; all sequences then go on behind it, each in a slot of its own, sharing the
-//! prompt's pages. What a step must read is counted from the inventory: all weights once, of the routed experts those that the
-//! step's rows chose, which random weights make fewer than independent choices would, and each sequence's state.
+//! prompt's pages. Rows of a net with random weights are much alike and would choose the same few experts; so the biases of the
+//! routers are balanced first, as training does. What a step must read is counted from the inventory: all weights once, of the
+//! routed experts those that the step's rows chose, and each sequence's state.
 
-use std::{collections::BTreeSet, time::Instant};
+use std::{collections::BTreeMap, time::Instant};
 
 use glimmer_checkpoint::inventory::Group;
 use glimmer_model::{At, Limits, Model, Observer, Options, plan::scratch::Largest};
@@ -48,6 +49,8 @@ pub struct StepRow {
     pub parts: Option<Parts>,
     /// Different experts that the rows of a layer chose, the mean of the layers.
     pub experts: f64,
+    /// What that would be if every row chose without regard to the others.
+    pub independent: f64,
     /// Bytes that the step must read.
     pub bytes: f64,
     /// Multiplications and additions of its products with weights.
@@ -150,7 +153,7 @@ impl<B: Backend> StepBench<B> {
         let routed = sum(&[Group::MoeRouted]);
         let total = (bytes + 2.0 * head + routed.0) as u64;
         let loaded = began.elapsed().as_secs_f64();
-        model.forward(&decode(1, 1, 0, shared, own), &mut ()).map_err(failed)?;
+        model.forward(&decode(1, 1, 0, [0, shared, own]), &mut ()).map_err(failed)?;
         wait(&model)?;
         let kda = text.kda_layers().count() * text.kda.num_heads * text.kda.head_dim * text.kda.head_dim;
         Ok(Self {
@@ -204,6 +207,7 @@ impl<B: Backend> StepBench<B> {
         let own = 2 + rows.div_ceil(PAGE_TOKENS);
         let mut measured = Vec::new();
         if self.plan.prefill > 0 {
+            self.balance(&[chunk(0, self.plan.prefill.min(BALANCED))])?;
             let step = chunk(0, self.plan.prefill);
             let mut row = self.measure(1, &step, insight, self.plan.repeats.div_ceil(4))?;
             row.parts = self.parts(&step, insight, parts)?;
@@ -213,17 +217,51 @@ impl<B: Backend> StepBench<B> {
         for first in (0..context).step_by(CHUNK) {
             self.forward(&chunk(first, CHUNK.min(context - first)))?;
         }
+        let most = self.plan.sequences.iter().copied().max().unwrap_or(1);
+        self.copy_slots(most)?;
+        let decoded = |sequences, first| decode(sequences, rows, first, [context, shared, own]);
+        let others = 1..=BALANCED.div_ceil(most * rows).min(16);
+        self.balance(&others.map(|other| decoded(most, context + other * most * rows)).collect::<Vec<_>>())?;
         for sequences in self.plan.sequences.clone() {
-            for slot in 1..sequences {
-                self.model.copy_slot(0, slot as u32).map_err(|error| BenchError::model("copying", error))?;
-            }
-            let step = decode(sequences, rows, context, shared, own);
+            self.copy_slots(sequences)?;
+            let step = decoded(sequences, context);
             let mut row = self.measure(sequences, &step, insight, self.plan.repeats)?;
             row.parts = self.parts(&step, insight, parts)?;
             report(&row);
             measured.push(row);
         }
         Ok(measured)
+    }
+
+    /// Gives the state of the prompt's slot to all sequences.
+    fn copy_slots(&mut self, sequences: usize) -> Result<(), BenchError> {
+        (1..sequences).try_for_each(|slot| {
+            self.model.copy_slot(0, narrow(slot)).map_err(|error| BenchError::model("copying", error))
+        })
+    }
+
+    /// Moves the routers' biases until the rows of `steps` choose all experts about equally often: up where an expert is chosen
+    /// less than on average, down where more (auxiliary-loss-free balancing, DeepSeek-V3 section 2.1.2), by less and less.
+    fn balance(&mut self, steps: &[Step]) -> Result<(), BenchError> {
+        let failed = |error| BenchError::model("balancing the routers", error);
+        let mut biases: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
+        let mut pace = 0.25f32;
+        while pace > 1e-4 {
+            let mut met = Met { counts: BTreeMap::new(), experts: self.experts };
+            for step in steps {
+                self.model.forward(step, &mut met).map_err(failed)?;
+            }
+            for (layer, counts) in met.counts {
+                let bias = biases.entry(layer).or_insert_with(|| vec![0.0; counts.len()]);
+                let all: u64 = counts.iter().sum();
+                for (bias, count) in bias.iter_mut().zip(&counts) {
+                    *bias -= pace * ((count * counts.len() as u64).cmp(&all) as i8) as f32;
+                }
+                self.model.set_router_bias(layer, bias).map_err(failed)?;
+            }
+            pace *= 0.85;
+        }
+        Ok(())
     }
 
     fn forward(&mut self, step: &Step) -> Result<(), BenchError> {
@@ -278,9 +316,9 @@ impl<B: Backend> StepBench<B> {
         let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
         let chained = self.chain(step, repeats)?;
         let rows = step.rows();
-        let mut met = Met::default();
+        let mut met = Met { counts: BTreeMap::new(), experts: self.experts };
         self.model.forward(step, &mut met).map_err(|error| BenchError::model("a step", error))?;
-        let experts = met.experts();
+        let experts = met.distinct();
         let logits = step.logits.len();
         let head = 2.0 * (self.model.config().vocab_size * self.model.config().hidden_size) as f64;
         let rest = self.dense.1 - head / 2.0;
@@ -294,6 +332,10 @@ impl<B: Backend> StepBench<B> {
             launches: count,
             parts: None,
             experts,
+            independent: {
+                let all = self.experts as f64;
+                all * (1.0 - (1.0 - self.top as f64 / all.max(1.0)).powf(rows as f64))
+            },
             bytes: self.dense.0
                 + self.routed.0 * experts / self.experts.max(1) as f64
                 + self.slot_bytes * sequences as f64,
@@ -302,27 +344,33 @@ impl<B: Backend> StepBench<B> {
     }
 }
 
-/// Counts the experts that a step meets.
-#[derive(Debug, Default)]
+/// Counts how often rows choose each expert of each layer.
+#[derive(Debug)]
 struct Met {
-    layers: usize,
-    distinct: usize,
+    counts: BTreeMap<usize, Vec<u64>>,
+    experts: usize,
 }
 
 impl Met {
     /// Different experts of a layer, the mean of the layers.
-    fn experts(&self) -> f64 {
-        self.distinct as f64 / self.layers.max(1) as f64
+    fn distinct(&self) -> f64 {
+        let distinct: usize =
+            self.counts.values().map(|counts| counts.iter().filter(|&&count| count > 0).count()).sum();
+        distinct as f64 / self.counts.len().max(1) as f64
     }
 }
 
 impl<B: Backend> Observer<B> for Met {
     fn routing(&mut self, at: At<'_, B>, routing: &B::Routing) {
-        let chosen = |row| at.backend.read_routing(routing, row).into_iter().map(|(expert, _)| expert);
-        self.distinct += (0..at.rows).flat_map(chosen).collect::<BTreeSet<u32>>().len();
-        self.layers += 1;
+        let counts = self.counts.entry(at.layer).or_insert_with(|| vec![0; self.experts]);
+        for (expert, _) in (0..at.rows).flat_map(|row| at.backend.read_routing(routing, row)) {
+            counts[expert as usize] += 1;
+        }
     }
 }
+
+/// Rows by whose choices the routers are balanced, about.
+const BALANCED: usize = 512;
 
 /// Rows of a chunk by which the prompt before the decoding steps is computed.
 const CHUNK: usize = 2048;
@@ -361,8 +409,8 @@ fn chunk(first: usize, rows: usize) -> Step {
     Step { tokens, segments: vec![segment], pages, logits: vec![narrow(rows) - 1], features: Vec::new() }
 }
 
-/// A step of `sequences` sequences behind the prompt, whose whole pages they share.
-fn decode(sequences: usize, rows: usize, context: usize, shared: usize, own: usize) -> Step {
+/// A step of `sequences` sequences behind the prompt, whose whole pages they share; `first` says which tokens they have.
+fn decode(sequences: usize, rows: usize, first: usize, [context, shared, own]: [usize; 3]) -> Step {
     let mut step = Step::default();
     let whole = context / PAGE_TOKENS;
     for sequence in 0..sequences {
@@ -379,8 +427,31 @@ fn decode(sequences: usize, rows: usize, context: usize, shared: usize, own: usi
             first_page,
             pages: narrow(whole + needed),
         });
-        step.tokens.extend((0..rows).map(|row| token(context + sequence * rows + row)));
+        step.tokens.extend((0..rows).map(|row| token(first + sequence * rows + row)));
     }
     step.logits = (0..narrow(step.tokens.len())).collect();
     step
+}
+
+#[cfg(test)]
+mod tests {
+    use glimmer_tensor::Cpu;
+
+    use super::*;
+
+    #[test]
+    fn rows_of_a_step_choose_experts_about_as_if_they_were_independent() {
+        const MICRO: &str = include_str!("../../../models/micro-bf16/config.json");
+        let config = MICRO.replace("\"n_routed_experts\": 8", "\"n_routed_experts\": 64");
+        let source = DummySource::new(&config, Some(5), true).unwrap();
+        let plan = StepPlan { sequences: vec![8, 24], rows: 2, context: 128, prefill: 64, repeats: 1 };
+        let mut bench = StepBench::load(Cpu::new(1), &source, plan).unwrap();
+        let rows = bench.run(Insight::none(), false, &mut |_| ()).unwrap();
+        assert_eq!(rows.iter().map(|row| row.rows).collect::<Vec<_>>(), [64, 16, 48]);
+        for row in rows {
+            let share = row.experts / row.independent;
+            eprintln!("{} {} {}", row.rows, row.experts, row.independent);
+            assert!((0.8..1.25).contains(&share), "{} of {} experts", row.experts, row.independent);
+        }
+    }
 }

@@ -126,6 +126,11 @@ impl<B: Backend> Layer<B> {
         &self.mlp
     }
 
+    /// The MLP, to change it.
+    pub(crate) fn mlp_mut(&mut self) -> &mut Mlp<B> {
+        &mut self.mlp
+    }
+
     /// The mixer before the MLP.
     pub(crate) fn mlp_site(&self) -> &Site<B> {
         &self.mlp_site

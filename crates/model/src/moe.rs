@@ -8,7 +8,7 @@
 //! The bias steers the choice only; the factor applies to routed weights only. The router is true f32, its ties go to the
 //! lower expert.
 
-use glimmer_checkpoint::config::MlpKind;
+use glimmer_checkpoint::{TensorData, config::MlpKind};
 use glimmer_tensor::{Backend, Experts, RouterRule, Swiglu};
 
 use crate::{
@@ -114,6 +114,12 @@ impl<B: Backend> Moe<B> {
     /// The experts, for `layer`'s forward pass.
     pub(crate) fn own_experts(&self, layer: usize) -> Result<&Experts<B>> {
         self.experts.as_ref().ok_or(Error::NoExperts { layer })
+    }
+
+    /// Puts `bias` `[experts]` in the place of the one that was loaded.
+    pub(crate) fn set_bias(&mut self, backend: &B, bias: &TensorData) -> Result<()> {
+        self.bias = backend.vector(bias)?;
+        Ok(())
     }
 
     /// Experts a row.

@@ -6,13 +6,14 @@
 //! [`Model`] owns the backend, the weights, the caches and every buffer. A [`Step`] names rows, slots and pages; after
 //! [`Model::forward`] the results of its rows can be read until the next call. Nothing is allocated in a step.
 
-use glimmer_checkpoint::TextConfig;
+use glimmer_checkpoint::{Bytes, DType, TensorData, TextConfig};
 use glimmer_tensor::{Backend, CacheShape, Finds, KdaForm, Norm, PAGE_TOKENS, Program, Samples, Step, TOKEN_PLACES};
 
 use crate::{
     ChainStep, Error, Limits, MtpStep, Options, Result,
     layer::{Layer, Pass},
     limits::cache_shape,
+    moe::Mlp,
     mtp::{Feed, HiddenSource, Mtp, MtpWork},
     observer::{At, Observer},
     program::{TRUNK, start},
@@ -112,6 +113,27 @@ impl<B: Backend> Model<B> {
     /// The decoder layers.
     pub fn layers(&self) -> &[Layer<B>] {
         &self.layers
+    }
+
+    /// Puts another `bias` `[experts]` into the router of `layer`, where it steers the choice of experts only: what balances a
+    /// model in training, for weights that were never trained.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] where the layer has no router or another number of experts, and errors of the backend.
+    pub fn set_router_bias(&mut self, layer: usize, bias: &[f32]) -> Result<()> {
+        let name = format!("layers.{layer}.mlp.gate.e_score_correction_bias");
+        let router = self.layers.get_mut(layer).and_then(|layer| match layer.mlp_mut() {
+            Mlp::Sparse(moe) => Some(moe),
+            Mlp::Dense { .. } => None,
+        });
+        let wanted = if router.is_some() { self.config.moe.num_experts } else { 0 };
+        match router {
+            Some(moe) if bias.len() == wanted => {
+                let bytes = Bytes::new(bias.iter().flat_map(|v| v.to_le_bytes()).collect::<Vec<u8>>());
+                moe.set_bias(&self.backend, &TensorData { name, dtype: DType::F32, shape: vec![wanted], bytes })
+            }
+            _ => Err(Error::Shape { name, expected: format!("[{wanted}]"), found: format!("[{}]", bias.len()) }),
+        }
     }
 
     /// Whether a draft layer is loaded.

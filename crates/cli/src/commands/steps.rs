@@ -108,7 +108,7 @@ fn measure<B: Measured>(
     }
     writeln!(
         out,
-        "sequences   rows  launches  us a step (10th .. 90th)       chained us   eager us  experts  of the limit"
+        "sequences   rows  launches  us a step (10th .. 90th)       chained us   eager us  experts (independent)  of the limit"
     )?;
     let rows = bench.run(B::insight(), args.parts, &mut |row| {
         let share = ceilings.map_or_else(
@@ -119,7 +119,7 @@ fn measure<B: Measured>(
             },
         );
         let line = format!(
-            "{:>9} {:>6} {:>9}  {:>9.0} ({:.0} .. {:.0}) {:>16.0} {:>10.0} {:>8.1}  {share:>8}",
+            "{:>9} {:>6} {:>9}  {:>9.0} ({:.0} .. {:.0}) {:>16.0} {:>10.0} {:>8.1} {:>13}  {share:>8}",
             row.sequences,
             row.rows,
             row.launches,
@@ -128,7 +128,8 @@ fn measure<B: Measured>(
             row.alone[2],
             row.chained,
             row.eager,
-            row.experts
+            row.experts,
+            format!("({:.1})", row.independent)
         );
         // A line that cannot be written is reported by the next one.
         let mut printed = writeln!(out, "{line}");
