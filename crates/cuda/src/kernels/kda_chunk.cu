@@ -172,6 +172,11 @@ DEVICE void prepare_chunks(const Args &in, u32 base, int tid, int id, Team &team
     if (tid == 0) show();
 }
 
+// Counters as `chunks` needs them; one block. A launch, so that the step's work can be noted and repeated.
+KERNEL clear(u32 *counters, int count) {
+    for (int i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0;
+}
+
 // One block a multiprocessor, all of them resident; 512 threads. A walker's give registers to those that hold the state.
 extern "C" __global__ void __launch_bounds__(512, 1) chunks(const __grid_constant__ Args in) {
     extern __shared__ __align__(1024) u8 dynamic[];

@@ -92,8 +92,10 @@ pub(super) fn chunks(cuda: &mut Cuda, stage: &Stage<'_>, out: &CudaBuffer) -> Re
     let (weights, heads, segments) = (stage.weights, stage.weights.heads, cuda.plan.step.segments.len());
     let blocks = cuda.device().properties().multiprocessors;
     let walkers = (segments * heads).min(WALKERS).min(blocks - 1);
-    let counters = cuda.scratch_memory("counters of the delta rule", 4 * (32 + walkers * (1 + PLACES)))?;
-    counters.fill(0)?;
+    let count = 32 + walkers * (1 + PLACES);
+    let counters = cuda.scratch("counters of the delta rule", 4 * count)?;
+    let clear = cuda.kernels.get(&FILE, &constants(DIM, stage.taps), "clear")?;
+    cuda.kernels.launch(clear, Grid::new([1, 1, 1], 256), Arguments::new().with(counters).int(count))?;
     let args = Args {
         segments: cuda.plan.segments(),
         proj: stage.proj.at(0),
@@ -103,7 +105,7 @@ pub(super) fn chunks(cuda: &mut Cuda, stage: &Stage<'_>, out: &CudaBuffer) -> Re
         dt_bias: weights.dt_bias.address(),
         weight: weights.o_norm.weight.address(),
         out: out.at(0),
-        counters: counters.address(),
+        counters,
         images: cuda.scratch("chunks of the delta rule", walkers * PLACES * IMAGE_BYTES)?,
         ring: stage.ring,
         segment_count: segments as i32,
