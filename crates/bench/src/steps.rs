@@ -363,7 +363,7 @@ impl Met {
 impl<B: Backend> Observer<B> for Met {
     fn routing(&mut self, at: At<'_, B>, routing: &B::Routing) {
         let counts = self.counts.entry(at.layer).or_insert_with(|| vec![0; self.experts]);
-        for (expert, _) in (0..at.rows).flat_map(|row| at.backend.read_routing(routing, row)) {
+        for expert in at.backend.read_choices(routing, at.rows) {
             counts[expert as usize] += 1;
         }
     }
