@@ -28,6 +28,7 @@ pub fn units(config: &Config, reduced: bool) -> Vec<Unit> {
         bench::FILE.unit(&[]),
         sampler::FILE.unit(&[]),
         sampler::DRAW.unit(&values(&[sampler::DRAW_HEAD])),
+        sampler::STREAM.unit(&values(&[sampler::STREAM_HEAD])),
         mhc::FILE.unit(&values(&[text.mhc.streams])),
         kda::FILE.unit(&kda::constants(text.kda.head_dim, text.kda.conv_kernel)),
         dsa::FILE.unit(&values(&[PAGE_TOKENS, indexer.kpool, indexer.head_dim, indexer.num_heads])),

@@ -137,15 +137,23 @@ pub(crate) fn check(mut cuda: Cuda) -> usize {
         (0..rows).rev().step_by(2).for_each(|row| ask(random, &mut mixed, row as u32, vocabulary, row / 2));
         let mut all = Samples::default();
         (0..2 * rows).for_each(|row| ask(random, &mut all, (row % rows) as u32, vocabulary, 3));
+        // Where the vocabulary is large, rules of more bytes than are sent at once.
+        let mut many = Samples::default();
+        (0..14 * rows).for_each(|row| ask(random, &mut many, (row % rows) as u32, vocabulary, 3));
         let mut drawn = Samples::default();
         for row in 0..3 * rows {
             let kind = if row < rows { 4 } else { row % 8 };
             ask(random, &mut drawn, (row % rows) as u32, vocabulary, kind);
         }
         let (mut scratch, mut sampler) = (Vec::new(), Sampler::default());
-        for (name, asked) in
-            [("plain", &plain), ("mixed", &mixed), ("changes and masks", &all), ("drawn", &drawn), ("plain", &plain)]
-        {
+        for (name, asked) in [
+            ("plain", &plain),
+            ("mixed", &mixed),
+            ("changes and masks", &all),
+            ("many changes and masks", &many),
+            ("drawn", &drawn),
+            ("plain", &plain),
+        ] {
             let mut tokens = Vec::new();
             cuda.sample(&buffer, vocabulary, asked, &mut tokens).unwrap();
             let mut expect = |row: &SampleRow| {

@@ -3,7 +3,7 @@
 //! The definition of the largest logit is [`glimmer_tensor::Samples::token`], that of a draw the engine's sampler. The kernels give
 //! [`NONE`] for a row that the host has to look at.
 
-use std::ops::Range;
+use std::{collections::BTreeMap, ops::Range};
 
 use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::{Result, SampleRow, Samples, TOKEN_PLACES};
@@ -20,6 +20,9 @@ pub(crate) static FILE: File = File { name: "sampler.cu", text: include_str!("sa
 
 /// Draws, by clusters of blocks (compute capability 9.0).
 pub(crate) static DRAW: File = File { name: "draw.cu", text: include_str!("draw.cu"), constants: &["HEAD"] };
+
+/// Draws, by a block a row, from any distribution.
+pub(crate) static STREAM: File = File { name: "stream.cu", text: include_str!("stream.cu"), constants: &["HEAD"] };
 
 /// What stands in place of a token where the host has to look.
 pub(crate) const NONE: u32 = u32::MAX;
@@ -39,6 +42,18 @@ const DRAW_THREADS: usize = 512;
 const DRAW_WARPS: usize = DRAW_THREADS / 32;
 pub(crate) const DRAW_HEAD: usize = 35_680;
 
+/// Fewer rows than this are drawn by clusters first: they would not occupy the device by a block each.
+const DRAW_ROWS: usize = 64;
+
+/// Threads of a block that draws a row alone, tokens of a chunk, bytes of shared memory beside the chunks' and of a chunk.
+const STREAM_THREADS: usize = 512;
+const STREAM_CHUNK: usize = 512;
+pub(crate) const STREAM_HEAD: usize = 16_776;
+const STREAM_EACH: usize = 84;
+
+/// Tokens of a row that is drawn at most: the fixed-point masses of more might overflow.
+const STREAM_TOKENS: usize = 1 << 18;
+
 /// Bytes of shared memory of a block at most.
 const SHARED: usize = 227 << 10;
 
@@ -48,7 +63,7 @@ const WORDS: usize = 4;
 /// Words of a draw on the device.
 const DRAW_WORDS: usize = size_of::<Drawn>() / 4;
 
-/// Bytes of rules that are sent at most; all rows of a step that has more are left to the host.
+/// Bytes of rules that are sent at a time; a step that has more is taken in parts.
 const SENT: usize = 16 << 20;
 
 /// What sampling keeps between steps.
@@ -203,14 +218,22 @@ pub(crate) fn sample(
     tokens.clear();
     tokens.resize(asked.rows.len(), None);
     // The largest logits first, then the draws.
-    let can_draw = can_draw(cuda, vocabulary);
+    let can_draw = vocabulary <= STREAM_TOKENS;
     let of = |drawn: bool| (0..asked.rows.len()).filter(move |&i| asked.rows[i].draw.is_some() == drawn);
     let mut order: Vec<usize> = of(false).collect();
     let greedy = order.len();
     order.extend(of(true).filter(|_| can_draw));
     let rows = order.len();
     let words = WORDS * (rows + asked.changes.len()) + DRAW_WORDS * (rows - greedy) + 2 * asked.masks.len();
-    if rows == 0 || 4 * words > SENT {
+    if rows == 0 {
+        return Ok(());
+    }
+    if 4 * words > SENT && asked.rows.len() > 1 {
+        let (middle, mut found) = (asked.rows.len() / 2, Vec::new());
+        for part in [0..middle, middle..asked.rows.len()] {
+            sample(cuda, logits, vocabulary, &part_of(asked, part.clone(), vocabulary), &mut found)?;
+            tokens[part].copy_from_slice(&found);
+        }
         return Ok(());
     }
     let plain = asked.changes.is_empty() && asked.masks.is_empty() && greedy == rows;
@@ -237,14 +260,33 @@ pub(crate) fn sample(
     Ok(())
 }
 
+/// Some rows with the changes and masks that they refer to alone.
+fn part_of(asked: &Samples, rows: Range<usize>, vocabulary: usize) -> Samples {
+    let mut part = Samples::default();
+    let mut places = BTreeMap::new();
+    for row in &asked.rows[rows] {
+        let start = part.changes.len();
+        part.changes.extend_from_slice(&asked.changes[row.changes.clone()]);
+        let mask = row.mask.map(|first| {
+            *places.entry(first).or_insert_with(|| {
+                let place = part.masks.len();
+                part.masks.extend_from_slice(&asked.masks[first..first + vocabulary.div_ceil(64)]);
+                place
+            })
+        });
+        part.rows.push(SampleRow { changes: start..part.changes.len(), mask, ..row.clone() });
+    }
+    part
+}
+
 /// Tokens of a block's part of a row, and of a warp's segment of that.
 fn draw_parts(vocabulary: usize) -> (usize, usize) {
     let part = vocabulary.div_ceil(DRAW_BLOCKS).next_multiple_of(32);
     (part, part.div_ceil(DRAW_WARPS).next_multiple_of(32))
 }
 
-/// Whether the device draws from so many tokens: it has clusters, whose shared memory holds a row.
-fn can_draw(cuda: &Cuda, vocabulary: usize) -> bool {
+/// Whether clusters draw from so many tokens: the device has them, and their shared memory holds a row.
+fn has_clusters(cuda: &Cuda, vocabulary: usize) -> bool {
     let (part, _) = draw_parts(vocabulary);
     cuda.device().properties().capability.0 == 9 && vocabulary > 0 && draw_shared(part) <= SHARED
 }
@@ -253,7 +295,7 @@ fn draw_shared(part: usize) -> usize {
     DRAW_HEAD + 4 * (part + 4)
 }
 
-/// Draws the tokens of some of the rules' rows.
+/// Draws the tokens of some of the rules' rows, of up to [`STREAM_TOKENS`] tokens.
 pub(crate) fn draw(
     cuda: &Cuda,
     rows: Range<usize>,
@@ -265,6 +307,37 @@ pub(crate) fn draw(
     if rows.is_empty() {
         return Ok(());
     }
+    let few = rows.len() < DRAW_ROWS && has_clusters(cuda, vocabulary);
+    if few {
+        draw_few(cuda, rows.clone(), logits, vocabulary, rules, tokens)?;
+    }
+    let chunks = vocabulary.div_ceil(STREAM_CHUNK);
+    let kernel = cuda.kernels.get(&STREAM, &[STREAM_HEAD as i64], "stream")?;
+    let arguments = Arguments::new()
+        .with(logits.at(0))
+        .int(logits.width)
+        .int(vocabulary)
+        .int(chunks)
+        .int(usize::from(few))
+        .with(rules.rows + (4 * WORDS * rows.start) as u64)
+        .with(rules.draws)
+        .with(rules.changes)
+        .with(rules.masks)
+        .with(tokens + 4 * rows.start as u64);
+    let shared = STREAM_HEAD + STREAM_EACH * chunks;
+    let grid = Grid { blocks: [rows.len(), 1, 1], threads: STREAM_THREADS, shared };
+    Ok(cuda.kernels.launch_early(kernel, grid, arguments)?)
+}
+
+/// As [`draw`] by clusters that hold a row each; rows that they cannot decide have no token.
+fn draw_few(
+    cuda: &Cuda,
+    rows: Range<usize>,
+    logits: &CudaBuffer,
+    vocabulary: usize,
+    rules: Rules,
+    tokens: u64,
+) -> Result<()> {
     let (part, segment) = draw_parts(vocabulary);
     let kernel = cuda.kernels.get(&DRAW, &[DRAW_HEAD as i64], "draw")?;
     let arguments = Arguments::new()
@@ -317,4 +390,34 @@ pub(crate) fn send(cuda: &mut Cuda, asked: &Samples, order: &[usize], greedy: us
     cuda.sampling.rules = Some((pinned, memory));
     let at = |word: usize| address + 4 * word as u64;
     Ok(Rules { rows: address, draws: at(draws), changes: at(changes), masks: at(masks) })
+}
+
+#[cfg(test)]
+mod tests {
+    use glimmer_tensor::LogitChange;
+
+    use super::*;
+
+    #[test]
+    fn a_part_of_the_rows_has_their_changes_and_masks_alone() {
+        let mut asked = Samples::default();
+        for row in 0..6u32 {
+            let start = asked.changes.len();
+            asked.changes.extend((0..row).map(|token| LogitChange { bias: row as f32, ..LogitChange::none(token) }));
+            let changes = start..asked.changes.len();
+            // Two rows share a mask of two words.
+            let mask = (row > 1).then_some(2 * (row as usize / 2));
+            asked.rows.push(SampleRow { row, changes, mask, draw: None });
+        }
+        asked.masks = (0..8).collect();
+        let part = part_of(&asked, 3..6, 100);
+        assert_eq!(part.masks, [2, 3, 4, 5]);
+        assert_eq!(part.changes.len(), 3 + 4 + 5);
+        let masks: Vec<_> = part.rows.iter().map(|row| row.mask).collect();
+        assert_eq!(masks, [Some(0), Some(2), Some(2)]);
+        for (row, number) in part.rows.iter().zip(3..6) {
+            assert_eq!((row.row, row.changes.len()), (number, number as usize));
+            assert!(part.changes[row.changes.clone()].iter().all(|change| change.bias == number as f32));
+        }
+    }
 }
