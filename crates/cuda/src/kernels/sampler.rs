@@ -417,7 +417,8 @@ mod tests {
         assert_eq!(masks, [Some(0), Some(2), Some(2)]);
         for (row, number) in part.rows.iter().zip(3..6) {
             assert_eq!((row.row, row.changes.len()), (number, number as usize));
-            assert!(part.changes[row.changes.clone()].iter().all(|change| change.bias == number as f32));
+            let own = part.changes[row.changes.clone()].iter();
+            assert!(own.map(|change| change.bias.to_bits()).all(|bias| bias == (number as f32).to_bits()));
         }
     }
 }
