@@ -280,6 +280,9 @@ pub enum RequestError {
     /// The same request may succeed later or elsewhere.
     #[error("retry: {0}")]
     Retryable(String),
+    /// What the request demands contradicts itself: it leaves no token at a position of its text.
+    #[error("the request excludes every token at position {0}")]
+    Excluded(usize),
 }
 
 /// Where a request's time went, and what its prompt took.

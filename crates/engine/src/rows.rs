@@ -19,6 +19,8 @@ mod ask;
 
 pub use ask::token;
 
+use glimmer_tensor::sample::EXCLUDED;
+
 use crate::{
     EngineError,
     constraint::{Constraint, ConstraintError, TokenMask},
@@ -426,9 +428,16 @@ impl Answer {
             mask.apply(row);
         }
         self.ban(banned, only, output);
-        let choice = sampler
-            .choose(row, &self.sampling, &self.history, banned, position)
-            .map_err(|error| RequestError::Internal(error.to_string()))?;
+        let choice =
+            sampler.choose(row, &self.sampling, &self.history, banned, position).map_err(|error| match error {
+                // What the model gave was sound, and something of the request's took tokens out.
+                EngineError::NoToken { reason: EXCLUDED, .. }
+                    if only.is_some() || self.allowed.is_some() || !banned.is_empty() =>
+                {
+                    RequestError::Excluded(position)
+                }
+                error => RequestError::Internal(error.to_string()),
+            })?;
         let verdict = match (draft, synthetic) {
             (None, _) => Verdict::Replaced(choice.draw(self.seed, position)),
             (Some(draft), None) => judge_draft(&choice, draft, self.seed, position),

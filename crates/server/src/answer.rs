@@ -85,6 +85,8 @@ pub struct AnswerState<'a> {
     think_end: [Option<u32>; 2],
     in_reasoning: bool,
     calls: usize,
+    /// Those that are complete.
+    ended_calls: usize,
     /// Tokens of the answer that count.
     pub tokens: u64,
     /// Those of them that are reasoning.
@@ -121,6 +123,7 @@ impl<'a> AnswerState<'a> {
             think_end: [end("</think>"), end("<tool_call>")],
             in_reasoning: rules.parse.reasoning && rules.start == Start::Reasoning,
             calls: 0,
+            ended_calls: 0,
             tokens: 0,
             reasoning_tokens: 0,
             ending: None,
@@ -146,7 +149,7 @@ impl<'a> AnswerState<'a> {
             let match_now = self.tokens > u64::from(self.rules.min_tokens);
             if let Some(stop) = self.push(token.id, match_now, events) {
                 let cause = StopCause::Text(self.rules.stop[stop].clone());
-                self.end(EngineFinish::Stop, Some(cause), events);
+                self.end(EngineFinish::ClientStop, Some(cause), events);
                 self.visible(first, events);
                 return Ok(index + 1);
             }
@@ -158,7 +161,7 @@ impl<'a> AnswerState<'a> {
             }
             match &finish.reason {
                 FinishReason::EndToken => self.end(EngineFinish::Stop, None, events),
-                FinishReason::StopToken(id) => self.end(EngineFinish::Stop, Some(StopCause::Token(*id)), events),
+                FinishReason::StopToken(id) => self.end(EngineFinish::ClientStop, Some(StopCause::Token(*id)), events),
                 FinishReason::Length => self.end(EngineFinish::Length, None, events),
                 FinishReason::Abort => self.end(EngineFinish::Abort, None, events),
                 FinishReason::Error(error) => return Err(error.into()),
@@ -203,11 +206,12 @@ impl<'a> AnswerState<'a> {
 
     fn end(&mut self, finish: EngineFinish, stop: Option<StopCause>, events: &mut Vec<Event>) {
         self.text.finish(finish, events);
-        let here = events.iter().filter(|event| matches!(event, Event::CallStart { .. })).count();
-        let called = self.calls + here > 0;
+        let (started, ended) = calls_of(events);
+        let called = self.calls + started > 0;
+        let cut = finish == EngineFinish::ClientStop && self.calls + started > self.ended_calls + ended;
         let reason = match finish {
-            EngineFinish::Stop if called && !self.rules.named_tool => "tool_calls",
-            EngineFinish::Stop => "stop",
+            EngineFinish::Stop | EngineFinish::ClientStop if called && !cut && !self.rules.named_tool => "tool_calls",
+            EngineFinish::Stop | EngineFinish::ClientStop => "stop",
             EngineFinish::Length => "length",
             EngineFinish::Abort => "abort",
         };
@@ -216,7 +220,9 @@ impl<'a> AnswerState<'a> {
 
     /// Counts calls and drops reasoning that the client does not want.
     fn visible(&mut self, first: usize, events: &mut Vec<Event>) {
-        self.calls += events[first..].iter().filter(|event| matches!(event, Event::CallStart { .. })).count();
+        let (started, ended) = calls_of(&events[first..]);
+        self.calls += started;
+        self.ended_calls += ended;
         if !self.rules.include_reasoning {
             let mut index = 0;
             events.retain(|event| {
@@ -225,6 +231,15 @@ impl<'a> AnswerState<'a> {
             });
         }
     }
+}
+
+/// Calls that begin and that end among `events`.
+fn calls_of(events: &[Event]) -> (usize, usize) {
+    events.iter().fold((0, 0), |(started, ended), event| match event {
+        Event::CallStart { .. } => (started + 1, ended),
+        Event::CallEnd { .. } => (started, ended + 1),
+        _ => (started, ended),
+    })
 }
 
 impl Text<'_> {

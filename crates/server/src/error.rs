@@ -241,10 +241,18 @@ impl From<Refusal> for ApiError {
 
 impl From<&RequestError> for ApiError {
     fn from(error: &RequestError) -> Self {
+        if let RequestError::Excluded(position) = error {
+            tracing::warn!(%error, "request failed");
+            let message = format!(
+                "no token is left at position {position}: the token limits (allowed_token_ids, bad_words, min_tokens) and the \
+                 shape of the answer (response_format, structured_outputs, tools) exclude every token; leave one of them out"
+            );
+            return Self::parameter("allowed_token_ids", message);
+        }
         tracing::error!(%error, "request failed");
         match error {
-            RequestError::Internal(_) => Self::internal(),
             RequestError::Retryable(_) => Self::retryable(),
+            RequestError::Internal(_) | RequestError::Excluded(_) => Self::internal(),
         }
     }
 }
@@ -323,5 +331,8 @@ mod tests {
         let failed = ApiError::from(&RequestError::Internal("secret".to_owned()));
         assert_eq!((failed.status.as_u16(), failed.message.contains("secret")), (500, false));
         assert_eq!(ApiError::from(&RequestError::Retryable("x".to_owned())).kind, "ServiceUnavailableError");
+        let contradicts = ApiError::from(&RequestError::Excluded(7));
+        assert_eq!(contradicts.status.as_u16(), 400);
+        assert!(contradicts.message.contains("position 7") && contradicts.message.contains("min_tokens"));
     }
 }

@@ -226,6 +226,24 @@ async fn a_partial_marker_before_a_stop_string_is_flushed() {
     assert_eq!(found["content"], "see <tool_ ");
 }
 
+/// What the client's stop string cuts is no finished call and no answer without its end of reasoning.
+#[tokio::test]
+async fn a_stop_string_inside_a_call_or_the_reasoning_leaves_it_cut() {
+    let server = Server::saying(WEATHER);
+    let stopped = |stop: &str, stream: bool| {
+        server.chat(json!({"messages": user("x"), "tools": tools(), "stop": stop, "stream": stream}))
+    };
+    for (stop, calls, finish) in [("ris", 1, "stop"), ("get_", 0, "stop"), ("never", 1, "tool_calls")] {
+        let whole = join_whole(&stopped(stop, false).await.ok(), 0);
+        assert_eq!(whole["finish_reason"], finish, "{stop}: {whole}");
+        assert_eq!(whole["tool_calls"].as_array().map_or(0, Vec::len), calls, "{stop}: {whole}");
+        assert_eq!(join_chat(&stopped(stop, true).await.chunks(), 0), whole, "{stop}");
+    }
+    let server = Server::saying("one two three");
+    let whole = join_whole(&server.chat(json!({"messages": user("x"), "stop": "two"})).await.ok(), 0);
+    assert_eq!((&whole["reasoning"], &whole["content"]), (&json!("one "), &Value::Null), "{whole}");
+}
+
 #[tokio::test]
 async fn stop_strings_wait_for_the_least_number_of_tokens() {
     let count = tokens("r</think>a b a b").len() - 1;

@@ -8,6 +8,9 @@ use std::ops::Range;
 
 use crate::{Error, Result};
 
+/// Why a row has no token whose logits are sound: all of them are minus infinity.
+pub const EXCLUDED: &str = "every token is excluded";
+
 /// Rows whose tokens are wanted, with the changes and masks that they refer to.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Samples {
@@ -184,7 +187,7 @@ pub fn largest(logits: &[f32]) -> std::result::Result<(u32, f32), &'static str> 
         return Err("a logit is infinite; the weights are damaged or the computation overflowed");
     }
     if max == f32::NEG_INFINITY {
-        return Err("every token is excluded");
+        return Err(EXCLUDED);
     }
     let at = logits.iter().position(|&logit| logit >= max).unwrap_or(0);
     Ok((at as u32, max))

@@ -127,8 +127,10 @@ impl Default for ParseOptions {
 /// Why the engine ended the answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum EngineFinish {
-    /// A stop token or a stop string.
+    /// The model's own end token.
     Stop,
+    /// A stop string or token that the client asked for, wherever the answer stood.
+    ClientStop,
     /// The token limit.
     Length,
     /// The request was cancelled.
@@ -184,12 +186,13 @@ impl Answer {
         answer
     }
 
-    /// OpenAI's `finish_reason`: `tool_calls` only if the answer ended by itself and made a call.
+    /// OpenAI's `finish_reason`: `tool_calls` only if the answer made a call, and ended by itself or with no call cut in two.
     #[must_use]
     pub fn finish_reason(&self, finish: EngineFinish) -> &'static str {
+        let cut = finish == EngineFinish::ClientStop && self.calls.last().is_some_and(|call| !call.complete);
         match finish {
-            EngineFinish::Stop if !self.calls.is_empty() => "tool_calls",
-            EngineFinish::Stop => "stop",
+            EngineFinish::Stop | EngineFinish::ClientStop if !self.calls.is_empty() && !cut => "tool_calls",
+            EngineFinish::Stop | EngineFinish::ClientStop => "stop",
             EngineFinish::Length => "length",
             EngineFinish::Abort => "abort",
         }

@@ -259,6 +259,15 @@ fn a_bad_row_ends_one_answer_and_keeps_what_came_before_it() {
     };
     let judged = case.answer().judge(&mut judge, &[5, 6, 7], &[], &mut rows, &mut out).unwrap();
     assert!(matches!(judged.finish, Some(FinishReason::Error(_))));
+
+    // A sound row of which the request takes every token is the request's fault.
+    let mut rows = |_: usize, row: &mut [f32]| {
+        row.fill(1.0);
+        row[9] = f32::NEG_INFINITY;
+        Ok::<(), EngineError>(())
+    };
+    let judged = case.answer().judge(&mut judge, &[5, 6, 7], &[], &mut rows, &mut out).unwrap();
+    assert_eq!(judged.finish, Some(FinishReason::Error(RequestError::Excluded(3))));
 }
 
 #[test]
