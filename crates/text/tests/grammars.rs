@@ -436,6 +436,14 @@ fn errors_name_the_place_in_the_schema() {
     compile(&of(&lax));
     let error = refusal(&of(&strict));
     assert!(error.starts_with("tools[1].function.parameters/properties/a: "), "{error}");
+    for pattern in ["^(?=a)b$", "("] {
+        let parameters = json!({"type": "object", "properties": {"city": {"type": "string", "pattern": pattern}}});
+        let tool =
+            |strict| json!({"type": "function", "function": {"name": "f", "strict": strict, "parameters": parameters}});
+        compile(&of(&tool(false)));
+        let error = refusal(&of(&tool(true)));
+        assert!(error.starts_with("tools[1].function.parameters/properties/city/pattern: this regular"), "{error}");
+    }
     let error = refusal(&calls(Some("nope"), true));
     assert!(error.contains("nope"), "{error}");
 }

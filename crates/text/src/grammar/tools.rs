@@ -234,7 +234,7 @@ impl Function {
         };
         for name in named {
             out.push(match name {
-                "string" => self.text(schema, place)?,
+                "string" => self.text(schema, place, check)?,
                 "null" => "\"null\"".to_owned(),
                 "boolean" => "\"true\" | \"false\"".to_owned(),
                 other => self.typed(schema, other, place, check)?,
@@ -244,18 +244,23 @@ impl Function {
     }
 
     /// A string, written as it is.
-    fn text(&self, schema: &Value, place: &str) -> Result<String, ConstraintError> {
+    fn text(&self, schema: &Value, place: &str, check: &Check<'_>) -> Result<String, ConstraintError> {
         let bound = |key: &str| schema[key].as_u64();
         let (least, most) = (bound("minLength").unwrap_or(0), bound("maxLength"));
         let strict = self.lenience == Lenience::Strict;
         if let Some(pattern) = schema["pattern"].as_str() {
-            match search(pattern) {
-                Some(pattern) => return Ok(lark::regex(&pattern)),
-                None if strict => {
-                    let problem = "alternatives beside an anchor are not supported; put them in parentheses";
-                    return Err(ConstraintError(format!("{place}/pattern: {problem}")));
-                }
-                None => {}
+            let beside = || "alternatives beside an anchor are not supported; put them in parentheses".to_owned();
+            let unknown =
+                |_| "this regular expression is not supported (look-around, back references) or not well formed";
+            // Compiled alone first: an error of the whole grammar would not say where it stands.
+            let found = search(pattern).ok_or_else(beside).and_then(|found| {
+                let alone = check(json!({"type": "string", "pattern": found}));
+                alone.map_err(unknown).map(|()| found).map_err(str::to_owned)
+            });
+            match found {
+                Ok(pattern) => return Ok(lark::regex(&pattern)),
+                Err(problem) if strict => return Err(ConstraintError(format!("{place}/pattern: {problem}"))),
+                Err(_) => {}
             }
         }
         if least > LONGEST_BOUND || most.is_some_and(|most| most > LONGEST_BOUND || most < least) {
