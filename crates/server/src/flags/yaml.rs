@@ -1,7 +1,7 @@
 //! The part of YAML that files of flags are written in.
 //!
-//! Keys at the start of a line, values as plain or quoted scalars, flow lists and maps in JSON's form, and below a key an
-//! indented list of scalars or a map of scalars. Anchors, tags, multi-line scalars and deeper nesting are refused with their
+//! Keys at the start of a line, values as plain or quoted scalars, flow lists and maps (`{a: 1, b: [x, y]}`, also in JSON's
+//! form), and below a key an indented list or map of such values. Anchors, tags, multi-line scalars and deeper nesting are refused with their
 //! line rather than misread.
 
 use serde_json::{Map, Value};
@@ -81,12 +81,15 @@ fn scalar(text: &str) -> Result<Value, String> {
     let first = text.chars().next();
     match first {
         None => Ok(Value::Null),
-        Some('"' | '{') => serde_json::from_str(text).map_err(|error| format!("{text}: {error}")),
+        Some('"') => serde_json::from_str(text).map_err(|error| format!("{text}: {error}")),
         Some('\'') => match text[1..].strip_suffix('\'') {
             Some(inner) => Ok(inner.replace("''", "'").into()),
             None => Err(format!("{text}: the quote is not closed")),
         },
-        Some('[') => flow_list(text),
+        Some('[' | '{') => {
+            let json = serde_json::from_str(text);
+            json.or_else(|_| Flow { rest: text, depth: 0 }.whole()).map_err(|problem| format!("{text}: {problem}"))
+        }
         Some('&' | '*' | '!' | '|' | '>' | '%' | '@' | '`') => {
             Err(format!("{text}: this form of YAML is not read here"))
         }
@@ -94,19 +97,91 @@ fn scalar(text: &str) -> Result<Value, String> {
     }
 }
 
-/// A list in JSON, or of plain words.
-fn flow_list(text: &str) -> Result<Value, String> {
-    if let Ok(value) = serde_json::from_str(text) {
-        return Ok(value);
+/// Lists and maps on one line.
+struct Flow<'t> {
+    rest: &'t str,
+    depth: usize,
+}
+
+impl Flow<'_> {
+    fn whole(mut self) -> Result<Value, String> {
+        let value = self.value()?;
+        if self.rest.trim().is_empty() { Ok(value) } else { Err(format!("unexpected {:?}", self.rest)) }
     }
-    let Some(inner) = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')) else {
-        return Err(format!("{text}: the list is not closed"));
-    };
-    if inner.contains(['[', '{', '"']) {
-        return Err(format!("{text}: write nested lists as JSON"));
+
+    fn value(&mut self) -> Result<Value, String> {
+        if self.take('[') {
+            let item = |flow: &mut Self, list: &mut Vec<Value>| {
+                list.push(flow.value()?);
+                Ok(())
+            };
+            return self.items(']', Vec::new(), item).map(Value::Array);
+        }
+        if self.take('{') {
+            let entry = |flow: &mut Self, map: &mut Map<String, Value>| {
+                let Value::String(key) = flow.scalar(true)? else { return Err("a key must be text".to_owned()) };
+                if !flow.take(':') {
+                    return Err(format!("expected `:` behind {key:?}; quote a text that has one of ,:[]{{}} in it"));
+                }
+                map.insert(key, flow.value()?);
+                Ok(())
+            };
+            return self.items('}', Map::new(), entry).map(Value::Object);
+        }
+        self.scalar(false)
     }
-    let items = inner.split(',').map(str::trim).filter(|item| !item.is_empty());
-    Ok(Value::Array(items.map(|item| plain(item.trim_matches('\''))).collect()))
+
+    fn items<T>(
+        &mut self,
+        close: char,
+        mut all: T,
+        mut one: impl FnMut(&mut Self, &mut T) -> Result<(), String>,
+    ) -> Result<T, String> {
+        const DEEPEST: usize = 16;
+        self.depth += 1;
+        if self.depth > DEEPEST {
+            return Err("nested too deep".to_owned());
+        }
+        while !self.take(close) {
+            one(self, &mut all)?;
+            if !self.take(',') && !self.rest.trim_start().starts_with(close) {
+                return Err(format!("the {} is not closed", if close == ']' { "list" } else { "map" }));
+            }
+        }
+        self.depth -= 1;
+        Ok(all)
+    }
+
+    fn take(&mut self, wanted: char) -> bool {
+        let rest = self.rest.trim_start().strip_prefix(wanted);
+        self.rest = rest.unwrap_or(self.rest);
+        rest.is_some()
+    }
+
+    /// A quoted or plain text; keys stay text.
+    fn scalar(&mut self, key: bool) -> Result<Value, String> {
+        let text = self.rest.trim_start();
+        let end = match text.chars().next() {
+            Some(quote @ ('"' | '\'')) => {
+                let mut before = ' ';
+                let closed = text.char_indices().skip(1).find(|&(_, c)| {
+                    let escaped = quote == '"' && before == '\\';
+                    before = if escaped { ' ' } else { c };
+                    c == quote && !escaped
+                });
+                closed.ok_or("the quote is not closed")?.0 + 1
+            }
+            // A value may hold a colon, as a URL does.
+            _ => text.find(|c| ",[]{}".contains(c) || (key && c == ':')).unwrap_or(text.len()),
+        };
+        let (found, rest) = text.split_at(end);
+        self.rest = rest;
+        match found.trim() {
+            "" => Err("a value is missing".to_owned()),
+            word if key && !word.starts_with(['"', '\'']) => Ok(word.into()),
+            word => scalar(word),
+        }
+    }
 }
 
 fn plain(text: &str) -> Value {
@@ -148,6 +223,16 @@ mod tests {
     }
 
     #[test]
+    fn maps_and_lists_on_one_line_need_no_quotes() {
+        let map = json!({"method": "mtp", "n": 2, "deep": {"a": [1, "x y", true]}});
+        let text = "{method: mtp, n: 2, 'deep': {\"a\": [1, x y, true]}}";
+        assert_eq!(parse(&format!("spec: {text} # here")).unwrap(), [("spec".to_owned(), map)]);
+        let odd = parse("a: {}\nb: []\nc: [http://a:1, ]\nd: ['it, s', \"q\\\"]\"]").unwrap();
+        let odd: Vec<Value> = odd.into_iter().map(|(_, value)| value).collect();
+        assert_eq!(odd, [json!({}), json!([]), json!(["http://a:1"]), json!(["it, s", "q\"]"])]);
+    }
+
+    #[test]
     fn other_forms_are_refused_with_their_line() {
         for (text, needle) in [
             ("a: 1\nb", "line 2: expected `key: value`"),
@@ -157,6 +242,11 @@ mod tests {
             ("a: 'x", "not closed"),
             ("a: [1", "not closed"),
             ("a: {", "line 1"),
+            ("a: {b: 1", "the map is not closed"),
+            ("a: {b}", "expected `:` behind \"b\""),
+            ("a: {b: }", "a value is missing"),
+            ("a: [1] x", "unexpected"),
+            ("a: [[[[[[[[[[[[[[[[[1", "nested too deep"),
         ] {
             let error = parse(text).unwrap_err();
             assert!(error.contains(needle), "{error}");
