@@ -428,6 +428,8 @@ fn every_recipe_starts_on_the_cpu() {
         let model = micro();
         let mut arguments: Vec<&str> = recipe.lines().collect();
         arguments[0] = &model;
+        // Published for a model with a longer context.
+        arguments.push("--allow-long-max-model-len");
         if arguments.contains(&"--headless") {
             // A rank without HTTP: it runs until it is told to stop.
             let mut child = glimmer(&arguments).spawn().unwrap();
@@ -488,6 +490,22 @@ fn what_is_wrong_ends_before_anything_is_loaded() {
         (&["--chat-template", "/no/such.jinja", "--port", &free], 1, "/no/such.jinja"),
         (&["--device", "cuda"], 1, "--device cuda"),
         (&["--kv-cache-memory", "1000", "--port", &free], 1, "the cache gets 1000 bytes"),
+        (
+            &["--max-num-batched-tokens", "100M", "--port", &free],
+            1,
+            "error: --max-num-batched-tokens 104857600: cannot",
+        ),
+        (&["--max-model-len", "9000"], 1, "--max-model-len 9000 is above the model's 8192 tokens"),
+        (&["--api-key", ""], 2, "--api-key must not be empty"),
+        (&["--dry-run", "--max-model-len", "9000"], 1, "--max-model-len 9000 is above"),
+        (&["--dry-run", "--chat-template", "/no/such.jinja"], 1, "/no/such.jinja"),
+        (&["--dry-run", "--chat-template", "{% if %}"], 1, "chat template"),
+        (&["--dry-run", "--tokenizer", "/no/such"], 1, "/no/such/tokenizer.json"),
+        (&["/no/such/model", "--dry-run", "--tokenizer", "/no/such"], 1, "/no/such/tokenizer.json"),
+        (&["--dry-run", "--record-steps", "/no/such/steps"], 1, "--record-steps: /no/such/steps is in a folder"),
+        (&["--record-steps", "/no/such/steps"], 1, "--record-steps: /no/such/steps is in a folder"),
+        (&["--dry-run", "--host", "no.such.host.invalid"], 1, "cannot listen on no.such.host.invalid:8000"),
+        (&["--dry-run", "--override-generation-config", "{\"top_p\": 7}"], 1, "top_p must be a number above 0"),
     ] {
         let output = glimmer(arguments).output().unwrap();
         let log = text(&output.stderr);

@@ -114,6 +114,14 @@ pub enum LoadError {
     /// Its weights.
     #[error(transparent)]
     Engine(#[from] EngineError),
+    /// The room for a step's activations.
+    #[error("error: --max-num-batched-tokens {rows}: {source}; give fewer tokens to a step")]
+    Activations {
+        /// Tokens of a step.
+        rows: usize,
+        /// What could not be had.
+        source: EngineError,
+    },
     /// The device.
     #[error("{0}")]
     Device(BoxedError),
@@ -174,6 +182,7 @@ pub fn load<B: Backend + 'static>(
     let settings = settings(&checkpoint, config, &sizes, depth, model.format.tokenizer())?;
     let ends = settings.end_tokens.as_deref().unwrap_or(&checkpoint.config().text.eos_token_ids);
     model.grammars = grammars(&model, ends);
+    let rows = settings.rows;
     let (record, tokenizer) = (config.record_steps.clone(), config.tokenizer.clone());
     let backend = open().map_err(LoadError::Device)?;
     let load = move || {
@@ -184,14 +193,17 @@ pub fn load<B: Backend + 'static>(
         };
         let mut generator = Generator::load_from(backend, &checkpoint, source, &settings)?;
         let seconds = began.elapsed().as_secs_f64();
-        let gigabytes = bytes as f64 / 1e9;
-        tracing::info!("Loaded {gigabytes:.3} GB in {seconds:.2} s ({:.1} GB/s)", gigabytes / seconds);
+        tracing::info!("{}", loaded_line(bytes, seconds));
         if let Some(file) = record {
             generator.record(Path::new(&file), tokenizer.as_deref())?;
         }
         Ok(generator)
     };
-    let (worker, facts) = Worker::spawn(load, worker_settings(config))?;
+    let spawned = Worker::spawn(load, worker_settings(config));
+    let (worker, facts) = spawned.map_err(|source| match is_of_activations(&source) {
+        true => LoadError::Activations { rows, source },
+        false => source.into(),
+    })?;
     model.max_model_len = facts.rules.context;
     announce(&facts);
     Ok(Loaded { engine: Arc::new(Live::new(worker)), model })
@@ -280,9 +292,23 @@ fn sizes(
     Ok(sizes)
 }
 
-/// Bytes of the checkpoint's files.
+/// Bytes of the checkpoint's weights.
 fn stored_bytes(checkpoint: &Checkpoint) -> u64 {
-    checkpoint.files().filter_map(|name| checkpoint.file(name)).map(|f| f.as_slice().len() as u64).sum()
+    checkpoint.shards().files().iter().map(|shard| shard.bytes.as_slice().len() as u64).sum()
+}
+
+/// How much was read, and how fast.
+fn loaded_line(bytes: u64, seconds: f64) -> String {
+    let gigabytes = bytes as f64 / 1e9;
+    let size = if gigabytes < 1.0 { format!("{:.1} MB", gigabytes * 1e3) } else { format!("{gigabytes:.3} GB") };
+    format!("Loaded {size} in {seconds:.2} s ({:.1} GB/s)", gigabytes / seconds)
+}
+
+/// Whether the memory that could not be had grows with the tokens of a step.
+fn is_of_activations(error: &EngineError) -> bool {
+    let EngineError::Model(glimmer_model::Error::Tensor(error)) = error else { return false };
+    let what = ["packed activations", "an activation buffer", "mixing products", "router scores"];
+    matches!(error, glimmer_tensor::Error::Memory { what: found, .. } if what.contains(found))
 }
 
 /// Bytes beyond which a cache gains nothing: every sequence at its full length, and as much again that is kept for later.
@@ -365,5 +391,18 @@ fn worker_settings(config: &ServeConfig) -> WorkerSettings {
         queued_requests: config.max_queued_requests.map(length),
         queued_tokens: config.max_queued_tokens,
         step_timeout: config.step_timeout,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_loaded_is_said_in_a_unit_that_shows_it() {
+        let checkpoint = Checkpoint::open(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16")).unwrap();
+        let line = loaded_line(stored_bytes(&checkpoint), 0.5);
+        assert!(line.starts_with("Loaded 2") && line.contains(" MB in 0.50 s (0.1 GB/s)"), "{line}");
+        assert_eq!(loaded_line(82_177_708_032, 10.0), "Loaded 82.178 GB in 10.00 s (8.2 GB/s)");
     }
 }

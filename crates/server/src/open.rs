@@ -32,6 +32,14 @@ pub enum OpenError {
         /// What the operating system said.
         source: std::io::Error,
     },
+    /// Steps cannot be recorded there.
+    #[error("--record-steps: {path} {problem}")]
+    Record {
+        /// The file.
+        path: String,
+        /// What stands against it.
+        problem: &'static str,
+    },
     /// A file is not a JSON object.
     #[error("{file}: expected a JSON object: {problem}")]
     Json {
@@ -107,6 +115,37 @@ impl Model {
     }
 }
 
+/// Checks the files of the front end that the flags name, and with a checkpoint those that it brings, as the start does.
+///
+/// # Errors
+/// A file that is missing or cannot be used.
+pub fn check(checkpoint: Option<&Checkpoint>, config: &ServeConfig) -> Result<(), OpenError> {
+    match checkpoint {
+        Some(checkpoint) => Model::open(checkpoint, config, usize::MAX, None).map(drop)?,
+        None => {
+            config.tokenizer.as_ref().map(|directory| Tokenizer::from_dir(Path::new(directory))).transpose()?;
+            config.chat_template.as_deref().map(given_template).transpose()?;
+        }
+    }
+    check_record(config)
+}
+
+/// Whether a file can be made where steps are to be recorded. None is.
+///
+/// # Errors
+/// [`OpenError::Record`].
+pub fn check_record(config: &ServeConfig) -> Result<(), OpenError> {
+    let Some(path) = &config.record_steps else { return Ok(()) };
+    let fail = |problem: &'static str| Err(OpenError::Record { path: path.clone(), problem });
+    let file = Path::new(path);
+    let folder = file.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    match () {
+        () if file.is_dir() => fail("is a folder; name a file"),
+        () if !folder.is_dir() => fail("is in a folder that does not exist"),
+        () => Ok(()),
+    }
+}
+
 fn file(checkpoint: &Checkpoint, name: &'static str) -> Result<Vec<u8>, OpenError> {
     let missing = || OpenError::Missing { root: checkpoint.location().to_owned(), file: name };
     Ok(checkpoint.file(name).ok_or_else(missing)?.as_slice().to_vec())
@@ -118,12 +157,17 @@ fn format(checkpoint: &Checkpoint, config: &ServeConfig) -> Result<ChatFormat, O
         None => Tokenizer::from_bytes(&file(checkpoint, "tokenizer.json")?)?,
     };
     let template = match &config.chat_template {
-        // A template in one line has tags; a path has none.
-        Some(text) if text.contains("{%") || text.contains("{{") => text.clone(),
-        Some(path) => read(path)?,
-        None => String::from_utf8_lossy(&file(checkpoint, "chat_template.jinja")?).into_owned(),
+        Some(given) => given_template(given)?,
+        None => ChatTemplate::new(&String::from_utf8_lossy(&file(checkpoint, "chat_template.jinja")?))?,
     };
-    Ok(ChatFormat::new(tokenizer, ChatTemplate::new(&template)?))
+    Ok(ChatFormat::new(tokenizer, template))
+}
+
+/// A template in one line has tags; a path has none.
+fn given_template(given: &str) -> Result<ChatTemplate, OpenError> {
+    let inline = given.contains("{%") || given.contains("{{");
+    let text = if inline { given.to_owned() } else { read(given)? };
+    Ok(ChatTemplate::new(&text)?)
 }
 
 fn read(path: &str) -> Result<String, OpenError> {

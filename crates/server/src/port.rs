@@ -41,6 +41,17 @@ pub fn bind(host: Option<&str>, port: u16) -> Result<TcpListener, ServeError> {
     Ok(listener)
 }
 
+/// Whether the host can be listened on. The port is left alone: it may be free only later.
+///
+/// # Errors
+/// [`ServeError::Bind`], as [`bind`].
+pub fn try_host(host: Option<&str>, port: u16) -> Result<(), ServeError> {
+    bind(host, 0).map(drop).map_err(|error| match error {
+        ServeError::Bind { host, source, .. } => ServeError::Bind { host, port, source },
+        other => other,
+    })
+}
+
 impl Port {
     /// A port whose connections are encrypted where there is a certificate.
     #[must_use]

@@ -16,7 +16,7 @@ use glimmer_checkpoint::{
 use glimmer_server::{
     flags::{Device, FlagError, ModelShape, ServeConfig, Settings, help},
     live::{LoadError, Memory, Weights},
-    port::{Port, bind},
+    port::{Port, bind, try_host},
     start::{Loaded, StartError},
     tls::Tls,
 };
@@ -38,11 +38,13 @@ pub(crate) fn run(arguments: &[String], threads: Option<u16>) -> anyhow::Result<
         Ok(read) => read,
         Err(error) => return refuse(&error),
     };
-    if config.dry_run {
-        return dry_run(settings, config);
-    }
-    logging::start(&config);
-    match serve(settings, config) {
+    let served = if config.dry_run {
+        dry_run(settings, config)
+    } else {
+        logging::start(&config);
+        serve(settings, config)
+    };
+    match served {
         Ok(()) => Ok(ExitCode::SUCCESS),
         Err(error) => match error.downcast_ref::<FlagError>() {
             Some(flags) => refuse(flags),
@@ -74,26 +76,28 @@ fn refuse(error: &FlagError) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(error.exit_code()))
 }
 
-/// Prints every setting with its origin. A model that is not here leaves those open that depend on it.
-fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<ExitCode> {
+/// Prints every setting with its origin, after checks of all that the start looks at before it loads. A model that is not here
+/// leaves those open that depend on it.
+fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> {
     let opened = checkpoint(&config).map(|(checkpoint, _)| checkpoint);
     let (device, _) = device(&place(&config)?)?;
     match &opened {
-        Ok(checkpoint) => {
-            if let Err(error) = config.resolve(&mut settings, &ModelShape::of(checkpoint), device) {
-                return refuse(&error);
-            }
-        }
+        Ok(checkpoint) => config.resolve(&mut settings, &ModelShape::of(checkpoint), device)?,
         Err(error) => {
             let error = crate::failure::explain(error);
             writeln!(anstream::stderr(), "note: {error}; settings that depend on the model are left open")?;
         }
     }
+    glimmer_server::open::check(opened.as_ref().ok(), &config)?;
+    if !config.headless {
+        try_host(config.host.as_deref(), config.port)?;
+        tls(&config)?;
+    }
     write!(anstream::stdout(), "{}", settings.describe())?;
     for note in config.notes(&settings, device) {
         writeln!(anstream::stderr(), "note: {note}")?;
     }
-    Ok(ExitCode::SUCCESS)
+    Ok(())
 }
 
 /// Where to compute. `auto` takes a GPU where one can be used.
@@ -148,6 +152,7 @@ impl Prepared {
             gpu.compile_ahead(checkpoint.config());
         }
         config.resolve(settings, &ModelShape::of(&checkpoint), device)?;
+        glimmer_server::open::check_record(&config)?;
         tracing::info!("glimmer {} starts with\n{}", env!("CARGO_PKG_VERSION"), settings.describe().trim_end());
         for note in config.notes(settings, device) {
             tracing::warn!("{note}");
