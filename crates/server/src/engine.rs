@@ -308,7 +308,8 @@ impl GenerationDefaults {
         self.min_p = number("min_p").unwrap_or(self.min_p);
         self.repetition_penalty = number("repetition_penalty").unwrap_or(self.repetition_penalty);
         self.max_new_tokens = count("max_new_tokens").or(self.max_new_tokens);
-        self.top_k = count("top_k").map_or(self.top_k, |k| (k > 0).then_some(k));
+        let top_k = config.get("top_k").and_then(serde_json::Value::as_i64);
+        self.top_k = top_k.map_or(self.top_k, |k| u32::try_from(k).ok().filter(|&k| k > 0));
         self
     }
 }
@@ -362,5 +363,7 @@ mod tests {
         let defaults = GenerationDefaults { top_k: Some(7), ..GenerationDefaults::default() };
         let read = defaults.with(file.as_object().unwrap());
         assert_eq!(read, GenerationDefaults { temperature: 0.6, top_k: None, ..defaults });
+        let off = json!({"top_k": -1});
+        assert_eq!(defaults.with(off.as_object().unwrap()).top_k, None);
     }
 }

@@ -167,6 +167,11 @@ fn flags_that_do_not_fit_the_model_or_the_device() {
         ("-tp 64 -ep", gpu, "must divide the model's"),
         ("-tp 8", gpu, "needs as many GPUs, and 4 are visible"),
         ("--max-model-len 2M", gpu, "is above the model's 1048576 tokens"),
+        (
+            "--max-model-len 2M",
+            Device::Cpu,
+            "--max-model-len 2097152 is above the model's 1048576 tokens; --allow-long",
+        ),
         ("--max-num-batched-tokens 10 --max-num-seqs 10", Device::Cpu, ""),
         ("--max-num-seqs 100000", gpu, ""),
     ] {
@@ -179,11 +184,14 @@ fn flags_that_do_not_fit_the_model_or_the_device() {
 }
 
 #[test]
-fn on_the_cpu_commands_for_gpus_and_larger_models_pass_with_a_warning() {
+fn on_the_cpu_commands_for_gpus_pass_with_a_warning_and_larger_models_where_that_is_allowed() {
     for (flags, needle) in [
         ("-tp 3", "--tensor-parallel-size 3 must divide"),
         ("-tp 64 -ep", "must divide the model's"),
-        ("--max-model-len 2M", "--max-model-len 2097152 is above the model's 1048576 tokens"),
+        (
+            "--allow-long-max-model-len --max-model-len 2M",
+            "--max-model-len 2097152 is above the model's 1048576 tokens",
+        ),
     ] {
         let (mut config, mut settings) = parse(&words(flags)).unwrap();
         config.resolve(&mut settings, &released(), Device::Cpu).unwrap();
@@ -236,4 +244,53 @@ fn defaults_follow_the_device_and_are_shown_with_their_origin() {
         assert!(line("--max-model-len").ends_with("1048576  (the model's length)"));
         assert!(!shown.contains("secret"));
     }
+}
+
+#[test]
+fn values_that_would_turn_every_client_away_are_refused() {
+    let refused = |flags: &[&str]| {
+        let flags: Vec<String> = flags.iter().map(|&flag| flag.to_owned()).collect();
+        let settings = Settings::parse(&flags, &|_| None, &|path| std::fs::read_to_string(path));
+        settings.and_then(|settings| ServeConfig::new(&settings)).unwrap_err()
+    };
+    for (value, needle) in [
+        ("{\"temperature\": -5}", "temperature must be a number from 0 to 2, found -5"),
+        ("{\"temperature\": \"hot\"}", "temperature must be a number from 0 to 2, found \"hot\""),
+        ("{\"top_p\": 7, \"zzz\": 1}", "top_p must be a number above 0 and up to 1, found 7"),
+        ("{\"top_p\": 0}", "top_p must be"),
+        ("{\"top_k\": -2}", "top_k must be a whole number, -1 or 0 (off) or at least 1, found -2"),
+        ("{\"min_p\": 1.5}", "min_p must be a number from 0 to 1"),
+        ("{\"repetition_penalty\": 0}", "repetition_penalty must be a number above 0"),
+        ("{\"max_new_tokens\": 0}", "max_new_tokens must be a whole number, at least 1"),
+    ] {
+        let error = refused(&["--override-generation-config", value]).to_string();
+        assert!(error.contains(needle) && error.contains("--override-generation-config: "), "{error}");
+    }
+    for flag in ["--api-key", "--served-model-name"] {
+        for value in ["", " "] {
+            let error = refused(&[flag, value]);
+            assert!(
+                error.exit_code() == 2 && error.to_string().contains(&format!("{flag} must not be empty")),
+                "{error}"
+            );
+        }
+    }
+    let unset = Settings::parse(&[], &|name| (name == "VLLM_API_KEY").then(String::new), &|_| Ok(String::new()));
+    let error = ServeConfig::new(&unset.unwrap()).unwrap_err().to_string();
+    assert!(error.contains("--api-key must not be empty; it comes from: environment VLLM_API_KEY"), "{error}");
+}
+
+#[test]
+fn what_is_not_read_is_said() {
+    let file = "speculative-config: {method: mtp, num_speculative_tokens: 2, model: /d}\n\
+                override-generation-config: {zzz: 1, top_k: -1}\n";
+    let flags = words("--config f.yaml");
+    let mut settings = Settings::parse(&flags, &|_| None, &|_| Ok(file.to_owned())).unwrap();
+    let mut config = ServeConfig::new(&settings).unwrap();
+    config.resolve(&mut settings, &released(), Device::Cpu).unwrap();
+    assert_eq!(config.speculative.as_ref().unwrap().depth, 2);
+    let notes = config.notes(&settings, Device::Cpu).join("\n");
+    assert!(notes.contains("--override-generation-config: zzz is ignored; known are temperature, top_p"), "{notes}");
+    assert!(notes.contains("--speculative-config: model \"/d\" is not read; mtp drafts without one"), "{notes}");
+    assert!(!notes.contains("top_k is ignored"), "{notes}");
 }

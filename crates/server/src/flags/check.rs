@@ -3,7 +3,8 @@
 use serde_json::{Map, Value};
 
 use super::config::MaxModelLen;
-use super::parse::Settings;
+use super::generation;
+use super::parse::{Setting, Settings};
 use super::speculative::Method;
 use super::table::{FLAGS, FOREIGN_BACKENDS};
 use super::{FlagError, ServeConfig, Speculative, conflict};
@@ -89,6 +90,18 @@ pub(super) fn flags(config: &ServeConfig, settings: &Settings) -> Result<(), Fla
     if settings.value("response-role").as_str().is_none_or(str::is_empty) {
         return conflict("--response-role must not be empty");
     }
+    not_empty(settings)?;
+    generation::check(&config.generation_overrides)
+}
+
+/// Texts that an unset variable of a shell makes empty: without a key the server would look protected and answer nobody.
+fn not_empty(settings: &Settings) -> Result<(), FlagError> {
+    for name in ["api-key", "served-model-name"] {
+        let Some(Setting { value: Value::Array(texts), origin }) = settings.get(name) else { continue };
+        if texts.iter().any(|text| text.as_str().is_none_or(|text| text.trim().is_empty())) {
+            return Err(FlagError::Usage(format!("--{name} must not be empty; it comes from: {origin}")));
+        }
+    }
     Ok(())
 }
 
@@ -152,18 +165,23 @@ impl ServeConfig {
     /// Fills what depends on the device, and checks the rules between flags, device and model. The settings get the values
     /// with their origin.
     ///
-    /// On the CPU a command that was written for GPUs is tried out, perhaps with a smaller model: rules about ranks do not
-    /// count there, and a length above the model's becomes the model's. Each is said with a warning, [`ServeConfig::warnings`].
+    /// On the CPU a command that was written for GPUs is tried out: rules about ranks do not count there, which is said with
+    /// a warning, [`ServeConfig::warnings`]. A length above the model's is taken as the model's where that is allowed.
     ///
     /// # Errors
     /// [`FlagError::Conflict`].
     pub fn resolve(&mut self, settings: &mut Settings, shape: &ModelShape, device: Device) -> Result<(), FlagError> {
-        let problems = [self.rank_problem(shape, device), self.length_problem(shape)];
-        for problem in problems.into_iter().flatten() {
+        if let Some(problem) = self.rank_problem(shape, device) {
             if device != Device::Cpu {
                 return conflict(problem);
             }
             self.warnings.push(format!("{problem}; that is no obstacle on the CPU"));
+        }
+        if let Some(problem) = self.length_problem(shape) {
+            if !self.allow_long {
+                return conflict(format!("{problem}; --allow-long-max-model-len takes it as the model's"));
+            }
+            self.warnings.push(format!("{problem}, which count"));
         }
         // Ranks on the CPU share nothing that they could add to: one computes with all threads.
         let world = if device == Device::Cpu { 1 } else { u64::from(self.tensor_parallel) };
@@ -264,6 +282,13 @@ impl ServeConfig {
             if settings.is_given(name) {
                 notes.push(format!("--{name} is accepted: {text}"));
             }
+        }
+        notes.extend(generation::notes(&self.generation_overrides));
+        if let Some(Speculative { method, model: Some(model), .. }) =
+            self.speculative.as_ref().filter(|s| s.method != Method::DFlash)
+        {
+            let method = method.name();
+            notes.push(format!("--speculative-config: model {model:?} is not read; {method} drafts without one"));
         }
         if let (Some(asked), Some(used)) = (settings.value("block-size").as_u64(), self.page_tokens) {
             notes.push(format!("--block-size {asked}: pages hold {used} tokens"));

@@ -29,6 +29,8 @@ pub struct ServeConfig {
     pub seed: i64,
     /// Most tokens of prompt and answer; `None` is the model's.
     pub max_model_len: Option<MaxModelLen>,
+    /// Take a longer one as the model's.
+    pub allow_long: bool,
     /// Leave the vision tower out.
     pub text_only: bool,
     /// Where sampling defaults come from.
@@ -175,6 +177,7 @@ impl ServeConfig {
                 Ok(tokens) => MaxModelLen::Tokens(tokens),
                 Err(_) => MaxModelLen::WhatFits,
             }),
+            allow_long: read.switch("allow-long-max-model-len"),
             text_only: read.switch("language-model-only"),
             generation_config: match read.word("generation-config").as_str() {
                 "auto" => GenerationConfig::Model,

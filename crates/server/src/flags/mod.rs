@@ -7,6 +7,7 @@
 
 pub mod check;
 pub mod config;
+mod generation;
 mod help;
 mod line;
 pub mod parse;

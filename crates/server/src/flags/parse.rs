@@ -63,7 +63,9 @@ impl Settings {
         let mut settings = Self::defaults();
         let given = command_line(arguments)?;
         for &(variable, name) in ENVIRONMENT.iter().rev() {
-            if let Some((flag, text)) = find(name).zip(environment(variable).filter(|text| !text.is_empty())) {
+            // An empty key is a mistake that has to be seen; other empty variables are as good as unset.
+            let text = environment(variable).filter(|text| !text.is_empty() || name == "api-key");
+            if let Some((flag, text)) = find(name).zip(text) {
                 let value = match flag.kind {
                     Kind::Texts => Value::Array(vec![text.into()]),
                     _ => value_of(flag, &text)?,

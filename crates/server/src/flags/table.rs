@@ -79,6 +79,7 @@ pub const FLAGS: &[Flag] = &[
     ),
     flag("seed", Int(0, MOST), "0", "seed of requests that bring none"),
     flag("max-model-len", Size(-1, MOST), "null", "most tokens of prompt and answer; auto is what fits"),
+    flag("allow-long-max-model-len", Switch, "false", "take a length above the model's as the model's"),
     flag("language-model-only", Switch, "false", "leave the vision tower out"),
     flag("limit-mm-per-prompt", Json, "null", "most images and videos in a request, as {\"image\": 4, \"video\": 1}"),
     flag("generation-config", Text, "\"auto\"", "sampling defaults: auto (the model's), vllm (neutral) or a directory"),
@@ -254,6 +255,8 @@ pub const ENVIRONMENT: &[(&str, &str)] = &[
     ("VLLM_ENGINE_READY_TIMEOUT_S", "ready-timeout"),
     ("GLIMMER_EXECUTE_MODEL_TIMEOUT", "execute-model-timeout"),
     ("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "execute-model-timeout"),
+    ("GLIMMER_ALLOW_LONG_MAX_MODEL_LEN", "allow-long-max-model-len"),
+    ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "allow-long-max-model-len"),
     ("GLIMMER_HOST_IP", "host-ip"),
     ("VLLM_HOST_IP", "host-ip"),
 ];

@@ -110,6 +110,8 @@ fn wrong_arguments_are_named() {
         ("--device-memory -3", "--device-memory takes a number from 0 up, found -3"),
         ("--block-bytes x", "--block-bytes takes a number from 0 up, found x"),
         ("-tp 3", "must divide"),
+        ("--max-model-len 2M", "--max-model-len 2097152 is above the model's 1048576 tokens"),
+        ("--max-model-len 2M -tp 4", "--max-model-len 2097152 is above the model's 1048576 tokens"),
         ("--no-such-flag", "no-such-flag"),
     ] {
         let error = made(arguments).expect_err(arguments);
