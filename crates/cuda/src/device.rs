@@ -17,7 +17,10 @@ use std::{
 
 use cudarc::driver::sys;
 
-use crate::error::{CudaError, Result};
+use crate::{
+    error::{CudaError, Result},
+    graph::between_captures,
+};
 
 /// Oldest compute capability that the kernels run on.
 const OLDEST: i32 = 8;
@@ -228,6 +231,7 @@ impl Device {
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        let _turn = between_captures();
         // SAFETY: nothing uses the stream or the context any more. Errors leave nothing to be done.
         unsafe {
             sys::cuCtxSetCurrent(self.context);

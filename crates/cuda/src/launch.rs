@@ -21,6 +21,7 @@ use crate::{
     compile::{Compiled, Compiler, Unit},
     device::{Device, check},
     error::{CudaError, Result},
+    graph::between_captures,
     library::{Call, Library},
     upload::Uploads,
 };
@@ -197,6 +198,7 @@ impl Kernels {
         self.device.bind()?;
         let name = CString::new(entry).map_err(|_| CudaError::Library { what: format!("entry {entry:?}") })?;
         let (mut module, mut function) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let _turn = between_captures();
         // SAFETY: the code is a whole image; the module stays loaded with the context.
         unsafe {
             check("cuModuleLoadData", sys::cuModuleLoadData(&raw mut module, compiled.code.as_ptr().cast()))?;

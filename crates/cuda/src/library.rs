@@ -23,6 +23,7 @@ use crate::{
     compile::preload,
     device::Device,
     error::{CudaError, Result},
+    graph::between_captures,
 };
 
 /// Most rows of a product by the crate's own kernels.
@@ -153,6 +154,7 @@ unsafe impl Sync for Library {}
 
 impl Drop for Library {
     fn drop(&mut self) {
+        let _turn = between_captures();
         // SAFETY: nothing uses the handle any more; the library waits for its products.
         unsafe { sys::cublasLtDestroy(self.handle) };
     }

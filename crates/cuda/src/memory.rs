@@ -13,6 +13,7 @@ use cudarc::driver::sys;
 use crate::{
     device::{Device, check},
     error::{CudaError, Result},
+    graph::between_captures,
 };
 
 const ARENA_BYTES: usize = 64 << 20;
@@ -36,6 +37,7 @@ struct Arena {
 impl Drop for Arena {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
+            let _turn = between_captures();
             // SAFETY: no piece of the arena is left; freeing waits for kernels that use it.
             unsafe { sys::cuMemFree_v2(self.start) };
         }
@@ -98,8 +100,10 @@ impl Allocator {
     fn arena(&self, what: &'static str, bytes: usize) -> Result<Arc<Arena>> {
         self.device.bind()?;
         let mut start = 0;
+        let turn = between_captures();
         // SAFETY: a pointer to a live local.
         let code = unsafe { sys::cuMemAlloc_v2(&raw mut start, bytes) };
+        drop(turn);
         if code == sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY {
             let (free, total) = self.device.free_memory()?;
             return Err(CudaError::OutOfMemory { what, needed: bytes, free, total });
@@ -260,8 +264,10 @@ impl Pinned {
     pub(crate) fn new(device: &Device, bytes: usize) -> Result<Self> {
         device.bind()?;
         let mut start = std::ptr::null_mut();
+        let turn = between_captures();
         // SAFETY: a pointer to a live local; flags 0 is ordinary cached memory.
         unsafe { check("cuMemHostAlloc", sys::cuMemHostAlloc(&raw mut start, bytes.max(1), 0))? };
+        drop(turn);
         let done = Event::new(device)?;
         Ok(Self { device: device.clone(), start: start.cast(), bytes, done })
     }
@@ -320,6 +326,7 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         if self.device.synchronize().is_ok() {
+            let _turn = between_captures();
             // SAFETY: no copy is under way.
             unsafe { sys::cuMemFreeHost(self.start.cast()) };
         }

@@ -43,6 +43,8 @@ pub fn step_parts(cuda: &mut Cuda) -> Result<Option<StepParts>> {
         return Ok(None);
     }
     let name = |work: &Work| match work {
+        // What waits for counters at zero is not left without the launch that clears them.
+        Work::Launch(launch) if launch.kernel.entry == "clear" => (launch.kernel.file, "chunks"),
         Work::Launch(launch) => (launch.kernel.file, launch.kernel.entry),
         Work::Product(_) => ("library", "product"),
     };

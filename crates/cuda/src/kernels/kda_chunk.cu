@@ -172,7 +172,8 @@ DEVICE void prepare_chunks(const Args &in, u32 base, int tid, int id, Team &team
     if (tid == 0) show();
 }
 
-// Counters as `chunks` needs them; one block. A launch, so that the step's work can be noted and repeated.
+// Counters as `chunks` needs them, which waits for ever otherwise; one block. A launch, so that the step's work can be noted and
+// repeated.
 KERNEL clear(u32 *counters, int count) {
     for (int i = threadIdx.x; i < count; i += blockDim.x) counters[i] = 0;
 }
