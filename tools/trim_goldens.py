@@ -74,7 +74,7 @@ for k, t in read(f"{SRC}/goldens/tiny/golden_fp32.safetensors").items():
         keep = not layer or layer[1] in "03" or k.endswith(("streams_out", "attn_out", "mlp_out", "topk", "router.indices", "router.weights"))
     else: keep = ".vis." in k or k.endswith(ends) or (k.startswith(("image.", "video.")) and k.endswith(("layer7.streams_out", "topk")))
     # Hidden states are kept of every row, so logits of the last 15 do.
-    if k in ("prefill.logits", "mtp.prefill.logits"): t = t[0], [1, 15, t[1][2]], t[2][-15 * t[1][2] * 4:]
+    if k in ("prefill.logits", "mtp.prefill.logits", "dec_prefill.logits"): t = t[0], [1, 15, t[1][2]], t[2][-15 * t[1][2] * 4:]
     if keep and not INSIDE.search(k): kept[k] = t
 write(f"{OUT}/goldens/tiny/golden.safetensors", kept)
 
