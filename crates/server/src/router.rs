@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::body::Body;
+use axum::body::HttpBody as _;
 use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, header};
 use axum::middleware::{Next, from_fn_with_state};
@@ -156,6 +157,10 @@ async fn body(app: &App, request: Request) -> Result<Bytes, ApiError> {
         return Err(ApiError::schema(&[(String::new(), problem)]));
     }
     let limit = app.options.max_body_bytes;
+    // A length that the head states is believed: nobody has to send what will be thrown away.
+    if request.body().size_hint().lower() > limit as u64 {
+        return Err(ApiError::too_large(limit));
+    }
     match Limited::new(request.into_body(), limit).collect().await {
         Ok(collected) => Ok(collected.to_bytes()),
         Err(error) if error.is::<LengthLimitError>() => Err(ApiError::too_large(limit)),

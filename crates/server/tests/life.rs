@@ -120,6 +120,16 @@ async fn a_closed_connection_aborts_a_request_without_a_stream() {
 }
 
 #[tokio::test]
+async fn a_body_that_is_too_long_by_its_length_is_refused_before_it_comes() {
+    let listening = Listening::start(Server::saying("a"));
+    let mut stream = TcpStream::connect(("127.0.0.1", listening.port)).await.unwrap();
+    let head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99999999\r\n\r\n{";
+    stream.write_all(head.as_bytes()).await.unwrap();
+    let answer = tokio::time::timeout(Duration::from_secs(10), until(&mut stream, "--max-request-body-bytes")).await;
+    assert!(answer.unwrap().starts_with("HTTP/1.1 413"));
+}
+
+#[tokio::test]
 async fn draining_finishes_what_runs_and_refuses_the_rest() {
     let mut script = script("a</think>b c d e f");
     script.pace = Duration::from_millis(60);
