@@ -10,7 +10,7 @@ use axum::Router;
 use axum::serve::ListenerExt as _;
 use tokio::task::JoinHandle;
 
-use crate::connections;
+use crate::connections::{self, Patience};
 use crate::serve::ServeError;
 use crate::tls::Tls;
 
@@ -93,10 +93,10 @@ impl Port {
             }
         });
         Ok(match self.tls {
-            None => tokio::spawn(connections::serve(listener, router, stop)),
+            None => tokio::spawn(connections::serve(listener, router, Patience::default(), stop)),
             Some(tls) => {
                 let listener = tls.listener(listener)?;
-                tokio::spawn(connections::serve(listener, router, stop))
+                tokio::spawn(connections::serve(listener, router, Patience::default(), stop))
             }
         })
     }
