@@ -53,7 +53,7 @@ pub enum Part {
     Image(MediaSource),
     /// A video.
     Video(MediaSource),
-    /// Any other object, handed to the template as it is: outputs of several tool calls, tool references.
+    /// Of a tool's message, an object that is handed to the template as it is: outputs of several tool calls, tool references.
     Other(Map<String, Value>),
 }
 
@@ -126,7 +126,7 @@ impl Message {
         };
         Ok(Self {
             role,
-            content: content(map.get("content").unwrap_or(&Value::Null), &at("content"))?,
+            content: content(map.get("content").unwrap_or(&Value::Null), &at("content"), role == Role::Tool)?,
             reasoning,
             tool_calls: tool_calls(map.get("tool_calls").unwrap_or(&Value::Null), &at("tool_calls"))?,
             tool_call_id: optional_text(map, "tool_call_id", path)?,
@@ -256,19 +256,19 @@ impl ToolCall {
     }
 }
 
-fn content(value: &Value, path: &str) -> Result<Content, TextError> {
+fn content(value: &Value, path: &str, tool: bool) -> Result<Content, TextError> {
     match value {
         Value::Null => Ok(Content::Text(String::new())),
         Value::String(text) => Ok(Content::Text(text.clone())),
         Value::Array(items) => {
-            let parts = items.iter().enumerate().map(|(index, item)| part(item, &format!("{path}[{index}]")));
+            let parts = items.iter().enumerate().map(|(index, item)| part(item, &format!("{path}[{index}]"), tool));
             parts.collect::<Result<_, _>>().map(Content::Parts)
         }
         other => Err(wrong(path, "text, a list of parts or null", other)),
     }
 }
 
-fn part(value: &Value, path: &str) -> Result<Part, TextError> {
+fn part(value: &Value, path: &str, tool: bool) -> Result<Part, TextError> {
     let map = match value {
         Value::String(text) => return Ok(Part::Text(text.clone())),
         Value::Object(map) => map,
@@ -281,9 +281,32 @@ fn part(value: &Value, path: &str) -> Result<Part, TextError> {
         },
         Some(kind @ ("image" | "image_url")) => Ok(Part::Image(media_source(map, kind, "image", path)?)),
         Some(kind @ ("video" | "video_url")) => Ok(Part::Video(media_source(map, kind, "video", path)?)),
-        _ => Ok(Part::Other(map.clone())),
+        Some("input_image") => Ok(Part::Image(media_source(map, "image_url", "image", path)?)),
+        Some("refusal") => match map.get("refusal") {
+            Some(Value::String(text)) => Ok(Part::Text(text.clone())),
+            other => Err(wrong(&format!("{path}.refusal"), "text", other.unwrap_or(&Value::Null))),
+        },
+        Some("tool_reference") if tool => Ok(Part::Other(map.clone())),
+        None if tool && map.contains_key("output") => Ok(Part::Other(map.clone())),
+        // Without a type the key says what it is.
+        None if map.get("type").is_none_or(Value::is_null) => {
+            let keys = ["text", "image_url", "image", "video_url", "video"];
+            match keys.into_iter().find(|key| map.contains_key(*key)) {
+                Some(kind) => {
+                    let mut typed = map.clone();
+                    typed.insert("type".to_owned(), kind.into());
+                    part(&Value::Object(typed), path, tool)
+                }
+                None => Err(wrong(&format!("{path}.type"), PARTS, &Value::Null)),
+            }
+        }
+        _ => Err(wrong(&format!("{path}.type"), PARTS, &map["type"])),
     }
 }
+
+/// Parts of a message that are known.
+const PARTS: &str =
+    "one of text, image_url, video_url, input_text, output_text, input_image, refusal (of a tool: tool_reference)";
 
 /// Finds the URL in the forms `{"image_url": {"url": U}}`, `{"image_url": U}`, `{"image": U}` and `{"url": U}`.
 fn media_source(map: &Map<String, Value>, kind: &str, family: &str, path: &str) -> Result<MediaSource, TextError> {
@@ -430,6 +453,13 @@ mod tests {
             (json!({"role": "user", "content": [1]}), "messages[0].content[0]"),
             (json!({"role": "user", "content": [{"type": "text"}]}), "messages[0].content[0].text"),
             (json!({"role": "user", "content": [{"type": "image_url"}]}), "messages[0].content[0].image_url"),
+            (
+                json!({"role": "user", "content": [{"type": "input_audio"}]}),
+                "content[0].type: expected one of text, image",
+            ),
+            (json!({"role": "user", "content": [{"type": 3}]}), "messages[0].content[0].type: expected one of"),
+            (json!({"role": "user", "content": [{}]}), "messages[0].content[0].type: expected one of"),
+            (json!({"role": "user", "content": [{"type": "tool_reference"}]}), "messages[0].content[0].type"),
             (json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}), "image_url.url"),
             (json!({"role": "user", "name": 3}), "messages[0].name"),
             (
@@ -455,6 +485,8 @@ mod tests {
             json!({"type": "image_url", "image_url": "u"}),
             json!({"type": "image", "image": "u"}),
             json!({"type": "image", "url": "u"}),
+            json!({"type": "input_image", "image_url": "u"}),
+            json!({"image_url": {"url": "u"}}),
         ] {
             let message = read(json!({"role": "user", "content": [value]})).unwrap();
             assert_eq!(message.images().collect::<Vec<_>>(), [&MediaSource::Url("u".to_owned())]);
