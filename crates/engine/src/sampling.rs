@@ -68,7 +68,7 @@ impl Sampling {
             None => Ok(()),
         };
         if let Some(allowed) = &self.allowed_tokens {
-            ids("allowed_tokens", allowed)?;
+            ids("allowed_token_ids", allowed)?;
         }
         self.bad_words.iter().try_for_each(|word| ids("bad_words", word))?;
         Ok(())
@@ -489,8 +489,8 @@ mod tests {
             ("frequency_penalty", Sampling { frequency_penalty: -3.0, ..at(1.0) }),
             ("repetition_penalty", Sampling { repetition_penalty: 0.0, ..at(1.0) }),
             ("logit_bias", Sampling { logit_bias: vec![(10, 1.0)], ..at(1.0) }),
-            ("allowed_tokens", Sampling { allowed_tokens: Some(vec![3, 10]), ..at(1.0) }),
-            ("allowed_tokens", Sampling { allowed_tokens: Some(vec![]), ..at(1.0) }),
+            ("allowed_token_ids", Sampling { allowed_tokens: Some(vec![3, 10]), ..at(1.0) }),
+            ("allowed_token_ids", Sampling { allowed_tokens: Some(vec![]), ..at(1.0) }),
             ("bad_words", Sampling { bad_words: vec![vec![1], vec![1, 10]], ..at(1.0) }),
             ("bad_words", Sampling { bad_words: vec![vec![]], ..at(1.0) }),
         ];

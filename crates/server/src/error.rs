@@ -71,6 +71,15 @@ impl ApiError {
         error
     }
 
+    /// The same with other names of fields, where a request was read as one of another API.
+    #[must_use]
+    pub fn renamed(mut self, names: &[(&str, &str)]) -> Self {
+        let rename = |text: &str| names.iter().fold(text.to_owned(), |text, (from, to)| text.replace(from, to));
+        self.message = rename(&self.message);
+        self.param = self.param.as_deref().map(rename);
+        self
+    }
+
     /// The prompt and the tokens asked for do not fit the context.
     #[must_use]
     pub fn context(param: &str, max_model_len: usize, prompt: usize, requested: Option<usize>) -> Self {

@@ -6,7 +6,7 @@ use axum::Router;
 use axum::body::Body;
 use axum::body::HttpBody as _;
 use axum::extract::{Path, Request, State};
-use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::routing::{MethodRouter, get, post};
 use bytes::Bytes;
@@ -60,8 +60,8 @@ pub fn router(app: Arc<App>) -> Router {
     }
     let cors = cors(&app);
     router
-        .fallback(|| async { ApiError::unknown_route().response(Dialect::OpenAi) })
-        .method_not_allowed_fallback(|| async { ApiError::method().response(Dialect::OpenAi) })
+        .fallback(|uri: Uri| async move { ApiError::unknown_route().response(dialect(uri.path())) })
+        .method_not_allowed_fallback(|uri: Uri| async move { ApiError::method().response(dialect(uri.path())) })
         .layer(from_fn_with_state(Arc::clone(&app), gate))
         .layer(cors)
         .with_state(app)

@@ -124,7 +124,7 @@ impl Common {
             stream,
             include_usage: include_usage || (stream && app.options.force_include_usage),
             continuous_usage,
-            request_id: fields.text("request_id").map(str::to_owned),
+            request_id: request_id(fields)?,
         })
     }
 
@@ -157,6 +157,17 @@ impl Common {
 /// Temperatures below are greedy.
 const GREEDY: f32 = 1e-5;
 
+/// A client's own id, which goes into logs and the answer's.
+fn request_id(fields: &Fields<'_, '_>) -> Result<Option<String>, ApiError> {
+    match fields.text("request_id") {
+        Some(id) if id.is_empty() || id.len() > 128 || !id.bytes().all(|byte| byte.is_ascii_graphic()) => {
+            let message = "request_id must be 1 to 128 visible ASCII characters without spaces";
+            Err(ApiError::parameter("request_id", message))
+        }
+        id => Ok(id.map(str::to_owned)),
+    }
+}
+
 fn stream_options(fields: &Fields<'_, '_>, stream: bool) -> Result<(bool, bool), ApiError> {
     let Some(options) = fields.object("stream_options") else { return Ok((false, false)) };
     if !stream {
@@ -183,7 +194,7 @@ fn sampling(fields: &Fields<'_, '_>, app: &App) -> Result<Sampling, ApiError> {
     let top_k = match fields.integer("top_k") {
         None => defaults.top_k,
         Some(0 | -1) => None,
-        Some(value) => Some(u32::try_from(value).map_err(|_| {
+        Some(value) => Some(u32::try_from(value.min(i64::from(u32::MAX))).map_err(|_| {
             ApiError::parameter("top_k", format!("top_k must be -1 or 0 (off) or at least 1, got {value}"))
         })?),
     };
@@ -343,9 +354,13 @@ fn json_text(map: &Map<String, Value>) -> String {
 /// When it is negative or above the server's limit.
 pub fn top_count(app: &App, param: &str, count: i64) -> Result<u32, ApiError> {
     let most = app.options.max_logprobs.map_or(app.model.vocab_size, |most| most as usize);
-    let count = if count == -1 { app.model.vocab_size as i64 } else { count };
-    match u32::try_from(count) {
-        Ok(count) if count as usize <= most => Ok(count),
+    let wanted = if count == -1 { app.model.vocab_size as i64 } else { count };
+    match u32::try_from(wanted) {
+        Ok(wanted) if wanted as usize <= most => Ok(wanted),
+        _ if count == -1 => {
+            let message = format!("{param} of -1 asks for all {wanted} tokens; this server gives at most {most}");
+            Err(ApiError::parameter(param, message))
+        }
         _ => Err(ApiError::parameter(param, format!("{param} must be in [0, {most}], got {count}"))),
     }
 }

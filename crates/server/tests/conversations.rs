@@ -171,6 +171,25 @@ async fn blocks_become_messages() {
     assert_eq!(counted, json!({"input_tokens": request.prompt.len()}));
 }
 
+/// Shapes, efforts, and answers that the client has begun.
+#[tokio::test]
+async fn output_is_configured_and_goes_on_with_what_is_there() {
+    let server = Server::saying("a</think>b");
+    let ask = |change: Value| server.post("/v1/messages", message(change));
+    let of = |kind: &str| json!({"output_config": {"format": {"type": kind, "schema": {"type": "object"}}}});
+    ask(of("json_schema")).await.ok();
+    let shape = server.engine.seen().pop().unwrap().structure;
+    assert!(format!("{shape:?}").contains("JsonSchema"), "{shape:?}");
+    let refused = |reply: support::Reply| reply.json()["error"]["message"].as_str().unwrap().to_owned();
+    assert!(refused(ask(of("text")).await).starts_with("output_config.format.type"));
+    assert!(refused(ask(json!({"output_config": {"effort": "zzz"}})).await).starts_with("output_config.effort"));
+    ask(json!({"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "1 + 2 ="}]}))
+        .await
+        .ok();
+    let prompt = server.app.model.format.tokenizer().decode(&server.engine.seen().pop().unwrap().prompt, false);
+    assert!(prompt.ends_with("1 + 2 ="), "{prompt}");
+}
+
 #[tokio::test]
 async fn thinking_is_a_budget() {
     let server = Server::saying("a</think>b");
@@ -206,6 +225,13 @@ async fn bad_messages_are_refused_in_the_dialect() {
         (message(json!({"tool_choice": {"type": "tool", "name": "other"}})), 400, "not among the tools"),
         (message(json!({"tools": [], "tool_choice": {"type": "any"}})), 400, "tool_choice needs tools"),
         (message(json!({"stop_sequences": [""]})), 400, "stop_sequences"),
+        (
+            message(json!({"messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "f", "input": "x"}]}]})),
+            400,
+            "messages[1].content[0].input: expected an object",
+        ),
         (message(json!({"model": "claude"})), 404, "The model `claude` does not exist."),
     ] {
         let reply = server.post("/v1/messages", body).await;
@@ -337,8 +363,16 @@ async fn responses_that_need_memory_are_not_found() {
         (json!({"input": "x", "background": true}), "background"),
         (json!({"input": "x", "tools": [{"type": "web_search"}]}), "tools[0].type"),
         (json!({"input": [{"type": "computer_call"}]}), "input[0].type"),
-        (json!({"input": "x", "text": {"format": {"type": "json_schema"}}}), "response_format.json_schema.schema"),
-        (json!({"input": "x", "max_output_tokens": 0}), "max_tokens"),
+        (json!({"input": "x", "text": {"format": {"type": "json_schema"}}}), "text.format.schema"),
+        (json!({"input": "x", "max_output_tokens": 0}), "max_output_tokens"),
+        (json!({"input": "x", "reasoning": {"effort": "zzz"}}), "reasoning.effort"),
+        (json!({"input": "x", "conversation": "c"}), "conversation"),
+        (json!({"input": "x", "prompt": {"id": "p"}}), "prompt"),
+        (
+            json!({"instructions": "i", "input": [{"role": "user", "content": [{"type": "input_file"}]}]}),
+            "input[0].content[0].type",
+        ),
+        (json!({"input": "x", "parallel_tool_calls": "x"}), "parallel_tool_calls"),
     ] {
         assert_eq!(server.post("/v1/responses", body).await.error().2.as_deref(), Some(param));
     }

@@ -1,6 +1,6 @@
 //! Reading the body of a chat request.
 
-use glimmer_text::{Content, Message, Part, Role, ToolMode, ToolSchemas, parse_messages};
+use glimmer_text::{Content, Message, Part, Role, TextError, ToolMode, ToolSchemas, parse_messages};
 use serde_json::{Map, Value};
 
 use super::job::Job;
@@ -45,6 +45,7 @@ pub fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError> {
     let thinking_budget = thinking_budget(&fields, app)?;
     let include_reasoning = fields.flag("include_reasoning").unwrap_or(true);
     let echo = fields.flag("echo").unwrap_or(false);
+    let single_call = fields.flag("parallel_tool_calls") == Some(false);
     if fields.value("chat_template").is_some() {
         let message = "chat_template cannot be given in a request: prompts are rendered with the server's template";
         return Err(ApiError::parameter("chat_template", message));
@@ -68,7 +69,7 @@ pub fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError> {
         schemas: tools.schemas,
         tool_mode: tools.mode,
         required_tool: tools.required,
-        single_call: fields.flag("parallel_tool_calls") == Some(false),
+        single_call,
         variables,
         add_generation_prompt,
         logprobs,
@@ -203,6 +204,15 @@ fn read_tools(fields: &Fields<'_, '_>, app: &App) -> Result<Tools, ApiError> {
         if !(parameters.is_null() || parameters.is_object()) {
             fields.problems().add(format!("tools[{index}].function.parameters"), "expected a JSON schema object");
         }
+        for (key, fits, expected) in [
+            ("description", Value::is_string as fn(&Value) -> bool, "text"),
+            ("strict", Value::is_boolean, "true or false"),
+        ] {
+            let value = &tool["function"][key];
+            if !(value.is_null() || fits(value)) {
+                fields.problems().add(format!("tools[{index}].function.{key}"), format!("expected {expected}"));
+            }
+        }
     }
     fields.problems().check()?;
     Tools::new(list.to_vec(), &choice.unwrap_or(Choice::Auto), app)
@@ -221,10 +231,7 @@ fn logprobs(fields: &Fields<'_, '_>, app: &App) -> Result<Option<u32>, ApiError>
 fn template_variables(fields: &Fields<'_, '_>, app: &App) -> Result<Map<String, Value>, ApiError> {
     let mut variables = app.options.template_kwargs.clone();
     if let Some(effort) = fields.text("reasoning_effort") {
-        if !EFFORTS.contains(&effort) {
-            let message = format!("reasoning_effort must be one of {}, got {:?}", EFFORTS.join(", "), shorten(effort));
-            return Err(ApiError::parameter("reasoning_effort", message));
-        }
+        check_effort("reasoning_effort", effort)?;
         set_effort(&mut variables, effort, app);
     }
     if let Some(kwargs) = fields.object("chat_template_kwargs") {
@@ -237,6 +244,35 @@ fn template_variables(fields: &Fields<'_, '_>, app: &App) -> Result<Map<String, 
         variables.insert("documents".to_owned(), Value::Array(documents.to_vec()));
     }
     Ok(variables)
+}
+
+/// Checks that there is such an effort.
+///
+/// # Errors
+/// Where there is not, naming the field.
+pub fn check_effort(field: &str, effort: &str) -> Result<(), ApiError> {
+    if EFFORTS.contains(&effort) {
+        return Ok(());
+    }
+    let message = format!("{field} must be one of {}, got {:?}", EFFORTS.join(", "), shorten(effort));
+    Err(ApiError::parameter(field, message))
+}
+
+/// Messages that were made of other items, whose places errors name: one for each message.
+///
+/// # Errors
+/// As [`parse_messages`].
+pub fn parse_as(messages: Vec<Value>, places: &[String]) -> Result<Vec<Message>, ApiError> {
+    parse_messages(&Value::Array(messages)).map_err(|mut error| {
+        if let TextError::Message { path, .. } = &mut error {
+            let rest = path.strip_prefix("messages[").and_then(|rest| rest.split_once(']'));
+            let found = rest.and_then(|(index, rest)| Some((places.get(index.parse::<usize>().ok()?)?, rest)));
+            if let Some((place, rest)) = found {
+                *path = format!("{place}{rest}");
+            }
+        }
+        error.into()
+    })
 }
 
 /// Sets the template's effort, renamed as the server's options say.

@@ -3,12 +3,13 @@
 //! Blocks of one message may become several: results of tools come first, each as a message of its own, then the rest of
 //! the user's turn.
 
-use glimmer_text::{Message, parse_messages};
+use glimmer_engine::request::Structure;
+use glimmer_text::{Message, Role};
 use serde_json::{Map, Value, json};
 
 use crate::app::App;
 use crate::chat::Job;
-use crate::chat::request::{Choice, Tools, check_model, set_effort};
+use crate::chat::request::{Choice, Tools, check_effort, check_model, parse_as, set_effort};
 use crate::error::{ApiError, shorten};
 use crate::fields::{Fields, Problems};
 use crate::sampling::Common;
@@ -38,9 +39,18 @@ pub(super) fn read(map: &Map<String, Value>, app: &App, generate: bool) -> Resul
     }
     let mut variables = app.options.template_kwargs.clone();
     let thinking_budget = thinking(&fields, app, common.max_tokens, &mut variables)?;
-    if let Some(effort) = fields.object("output_config").and_then(|config| config.text("effort")) {
-        set_effort(&mut variables, effort, app);
+    if let Some(config) = fields.object("output_config") {
+        if let Some(effort) = config.text("effort") {
+            check_effort("output_config.effort", effort)?;
+            set_effort(&mut variables, effort, app);
+        }
+        if let Some(format) = config.object("format") {
+            common.structure = Some(shape(&format, app)?);
+            common.structure_field = "output_config.format";
+        }
     }
+    // An answer that the client has begun is gone on with.
+    let begun = messages.last().is_some_and(|last| last.role == Role::Assistant && last.tool_calls.is_empty());
     let (tools, single_call) = tools(&fields, app)?;
     problems.check()?;
     Ok(Job {
@@ -51,13 +61,28 @@ pub(super) fn read(map: &Map<String, Value>, app: &App, generate: bool) -> Resul
         required_tool: tools.required,
         single_call,
         variables,
-        add_generation_prompt: true,
+        add_generation_prompt: !begun,
         logprobs: None,
         thinking_budget,
         include_reasoning: true,
         echo: None,
         common,
     })
+}
+
+/// `output_config.format`.
+fn shape(format: &Fields<'_, '_>, app: &App) -> Result<Structure, ApiError> {
+    let wrong = |key: &str, message: &str| Err(ApiError::parameter(key, format!("{key} {message}")));
+    if format.text("type") != Some("json_schema") {
+        return wrong("output_config.format.type", "must be json_schema");
+    }
+    match format.value("schema") {
+        Some(_) if app.model.grammars.is_none() => {
+            wrong("output_config.format", "cannot be given: this server cannot constrain the shape of answers")
+        }
+        Some(schema @ Value::Object(_)) => Ok(Structure::JsonSchema(schema.to_string())),
+        _ => wrong("output_config.format.schema", "must be a JSON schema object"),
+    }
 }
 
 fn thinking(
@@ -118,8 +143,10 @@ fn tools(fields: &Fields<'_, '_>, app: &App) -> Result<(Tools, bool), ApiError> 
         };
         let mut function = Map::new();
         function.insert("name".to_owned(), name.into());
-        if let Some(description) = tool["description"].as_str() {
-            function.insert("description".to_owned(), description.into());
+        match &tool["description"] {
+            Value::Null => {}
+            Value::String(text) => drop(function.insert("description".to_owned(), text.as_str().into())),
+            _ => fields.problems().add(format!("{path}.description"), "expected text"),
         }
         let schema = &tool["input_schema"];
         if !schema.is_object() {
@@ -147,7 +174,7 @@ fn tools(fields: &Fields<'_, '_>, app: &App) -> Result<(Tools, bool), ApiError> 
 }
 
 fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
-    let mut messages = Vec::new();
+    let (mut messages, mut places) = (Vec::new(), Vec::new());
     match fields.value("system") {
         None => {}
         Some(Value::String(text)) => messages.push(json!({"role": "system", "content": text})),
@@ -157,6 +184,7 @@ fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
         }
         Some(other) => fields.wrong("system", "text or a list of text blocks", other),
     }
+    places.resize(messages.len(), "system".to_owned());
     let list = fields.list("messages").unwrap_or_default();
     if list.is_empty() {
         fields.problems().add("messages", "expected at least one message");
@@ -169,9 +197,10 @@ fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
             Some("system") => messages.push(json!({"role": "system", "content": message["content"]})),
             _ => fields.problems().add(format!("{path}.role"), "expected user or assistant"),
         }
+        places.resize(messages.len(), path);
     }
     fields.problems().check()?;
-    Ok(parse_messages(&Value::Array(messages))?)
+    parse_as(messages, &places)
 }
 
 fn blocks<'v>(content: &'v Value, path: &str, problems: &Problems) -> &'v [Value] {
@@ -253,10 +282,18 @@ fn assistant(content: &Value, path: &str, problems: &Problems, messages: &mut Ve
                 reasoning.get_or_insert_default().push_str(block["thinking"].as_str().unwrap_or_default());
             }
             Some("redacted_thinking") => {}
-            Some("tool_use") => calls.push(json!({
-                "id": block["id"], "type": "function",
-                "function": {"name": block["name"], "arguments": block["input"]},
-            })),
+            Some("tool_use") => {
+                if !block["name"].is_string() {
+                    problems.add(format!("{path}.name"), "expected the name of a tool");
+                }
+                if !block["input"].is_object() {
+                    problems.add(format!("{path}.input"), "expected an object");
+                }
+                calls.push(json!({
+                    "id": block["id"], "type": "function",
+                    "function": {"name": block["name"], "arguments": block["input"]},
+                }));
+            }
             other => {
                 let found = shorten(other.unwrap_or("nothing"));
                 problems.add(format!("{path}.type"), format!("expected text, thinking or tool_use, found {found}"));

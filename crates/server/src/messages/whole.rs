@@ -73,7 +73,8 @@ fn write(app: &App, block: &Block, json: &mut Json<'_>) {
             json.raw("{\"type\":\"text\",\"text\":").text(text).raw("}");
         }
         Block::Call { name, arguments } => {
-            // A call that was cut off has no input that could be told; the stop reason says so.
+            // A call that was cut off has no input that could be told; the stop reason says so. Clients look for such a last
+            // block to ask again with more tokens.
             let input: Value = serde_json::from_str(arguments).unwrap_or_else(|_| Value::Object(Default::default()));
             json.raw("{\"type\":\"tool_use\",\"id\":").text(&tool_use_id(app)).raw(",\"name\":").text(name);
             json.raw(",\"input\":").value(&input).raw("}");

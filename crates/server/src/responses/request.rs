@@ -1,6 +1,6 @@
 //! Reading a responses request as a chat job.
 
-use glimmer_text::{Message, parse_messages};
+use glimmer_text::Message;
 use serde_json::{Map, Value, json};
 
 use crate::app::App;
@@ -21,6 +21,12 @@ pub(super) fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError>
         let message =
             format!("Response with id '{}' not found: responses are not stored; send the whole input", shorten(id));
         return Err(ApiError::not_found("previous_response_id", message));
+    }
+    for key in ["conversation", "prompt"] {
+        if fields.value(key).is_some() {
+            let message = format!("{key} cannot be given: nothing is stored here; send the whole input");
+            return Err(ApiError::parameter(key, message));
+        }
     }
     if fields.flag("background") == Some(true) {
         return Err(ApiError::parameter("background", "background responses are not supported"));
@@ -52,10 +58,19 @@ pub(super) fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError>
     tools(&fields, &mut chat_body);
     problems.check()?;
     chat_body.insert("messages".to_owned(), json!([{"role": "user", "content": ""}]));
-    let mut job = chat::read(&chat_body, app)?;
+    let mut job = chat::read(&chat_body, app).map_err(|error| error.renamed(NAMES))?;
     job.messages = messages;
     Ok(job)
 }
+
+/// Fields of a chat request and what they are called here.
+const NAMES: &[(&str, &str)] = &[
+    ("max_tokens", "max_output_tokens"),
+    ("reasoning_effort", "reasoning.effort"),
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    (".function.", "."),
+];
 
 fn tools(fields: &Fields<'_, '_>, chat_body: &mut Map<String, Value>) {
     let list = fields.list("tools").unwrap_or_default();
@@ -90,25 +105,30 @@ fn tools(fields: &Fields<'_, '_>, chat_body: &mut Map<String, Value>) {
 }
 
 fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
-    let mut messages = Vec::new();
+    let (mut messages, mut places) = (Vec::new(), Vec::new());
     if let Some(text) = fields.text("instructions") {
         messages.push(json!({"role": "system", "content": text}));
     }
+    places.resize(messages.len(), "instructions".to_owned());
     match fields.value("input") {
         None => fields.missing("input"),
-        Some(Value::String(text)) => messages.push(json!({"role": "user", "content": text})),
+        Some(Value::String(text)) => {
+            messages.push(json!({"role": "user", "content": text}));
+            places.push("input".to_owned());
+        }
         Some(Value::Array(items)) => {
             if items.is_empty() {
                 fields.problems().add("input", "expected at least one item");
             }
             for (index, item) in items.iter().enumerate() {
                 push_item(item, index, fields.problems(), &mut messages);
+                places.resize(messages.len(), format!("input[{index}]"));
             }
         }
         Some(other) => fields.wrong("input", "text or a list of items", other),
     }
     fields.problems().check()?;
-    Ok(parse_messages(&Value::Array(messages))?)
+    chat::parse_as(messages, &places)
 }
 
 /// The open message of the assistant, if the last one is: reasoning, text and calls of a turn are separate items.
