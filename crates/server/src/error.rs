@@ -74,9 +74,10 @@ impl ApiError {
     /// The same with other names of fields, where a request was read as one of another API.
     #[must_use]
     pub fn renamed(mut self, names: &[(&str, &str)]) -> Self {
-        let rename = |text: &str| names.iter().fold(text.to_owned(), |text, (from, to)| text.replace(from, to));
-        self.message = rename(&self.message);
-        self.param = self.param.as_deref().map(rename);
+        for (from, to) in names {
+            self.message = self.message.replace(from, to);
+            self.param = self.param.map(|param| param.replace(from, to));
+        }
         self
     }
 
