@@ -25,6 +25,10 @@ pub struct AddedTokens {
     tokens: Vec<AddedToken>,
     /// Indices into `tokens` by first byte of the literal.
     by_first_byte: Vec<Vec<usize>>,
+    /// Places inside literals, as index into `tokens` and bytes before it, by the byte before the place.
+    cuts_by_byte_before: Vec<Vec<(usize, usize)>>,
+    /// The same by the byte behind the place.
+    cuts_by_byte_behind: Vec<Vec<(usize, usize)>>,
 }
 
 impl AddedTokens {
@@ -34,10 +38,16 @@ impl AddedTokens {
         tokens.retain(|token| !token.content.is_empty());
         tokens.sort_by(|a, b| b.content.len().cmp(&a.content.len()).then_with(|| a.id.cmp(&b.id)));
         let mut by_first_byte = vec![Vec::new(); 256];
+        let [mut cuts_by_byte_before, mut cuts_by_byte_behind] = [(); 2].map(|()| vec![Vec::new(); 256]);
         for (index, token) in tokens.iter().enumerate() {
-            by_first_byte[usize::from(token.content.as_bytes()[0])].push(index);
+            let bytes = token.content.as_bytes();
+            by_first_byte[usize::from(bytes[0])].push(index);
+            for (cut, _) in token.content.char_indices().skip(1) {
+                cuts_by_byte_before[usize::from(bytes[cut - 1])].push((index, cut));
+                cuts_by_byte_behind[usize::from(bytes[cut])].push((index, cut));
+            }
         }
-        Self { tokens, by_first_byte }
+        Self { tokens, by_first_byte, cuts_by_byte_before, cuts_by_byte_behind }
     }
 
     /// The tokens, longest literal first.
@@ -89,16 +99,20 @@ impl AddedTokens {
                 }
             }
         }
-        for (offset, edge) in [(0, text), (leading_space(text), text.trim())] {
-            for token in &self.tokens {
-                let literal = token.content.as_str();
-                for (cut, _) in literal.char_indices().skip(1) {
-                    if edge.ends_with(&literal[..cut]) {
-                        ranges.push(offset + edge.len() - cut..offset + edge.len());
-                    }
-                    if edge.starts_with(&literal[cut..]) {
-                        ranges.push(offset..offset + literal.len() - cut);
-                    }
+        // Conversations may be of very many short strings, so that only cuts are tried whose byte at the edge is right.
+        let trimmed = text.trim();
+        let inner = (trimmed.len() < text.len()).then(|| (leading_space(text), trimmed));
+        for (offset, edge) in std::iter::once((0, text)).chain(inner) {
+            let (Some(&first), Some(&last)) = (edge.as_bytes().first(), edge.as_bytes().last()) else { continue };
+            for &(index, cut) in &self.cuts_by_byte_before[usize::from(last)] {
+                if edge.ends_with(&self.tokens[index].content[..cut]) {
+                    ranges.push(offset + edge.len() - cut..offset + edge.len());
+                }
+            }
+            for &(index, cut) in &self.cuts_by_byte_behind[usize::from(first)] {
+                let rest = &self.tokens[index].content[cut..];
+                if edge.starts_with(rest) {
+                    ranges.push(offset..offset + rest.len());
                 }
             }
         }
