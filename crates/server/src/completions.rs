@@ -4,12 +4,13 @@
 //! prompts and several answers to each make one request; answer `k` of prompt `p` is choice `p * n + k`.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use axum::body::Body;
 use axum::http::Response;
 use bytes::Bytes;
 use glimmer_engine::request::{Logprobs, Request, TokenEvent};
-use glimmer_text::Event;
+use glimmer_text::{Budget, Event};
 use serde_json::{Map, Value};
 
 use crate::answer::{AnswerState, Rules};
@@ -26,6 +27,7 @@ use crate::run::Run;
 use crate::sampling::{Common, check_vocabulary, top_count};
 use crate::streamed;
 use crate::usage::Usage;
+use crate::work::{Weight, off_thread};
 
 /// Tokens of an answer if the client does not say.
 const DEFAULT_MAX_TOKENS: u32 = 16;
@@ -54,11 +56,14 @@ struct Plan {
 /// Everything that is known before the first token.
 pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Result<Response<Body>, ApiError> {
     let reader = Arc::clone(&app);
-    let read = crate::off_thread(body.len(), move || read(&parse_object(&body)?, &reader, request_id.as_deref()));
+    let read = off_thread(Weight::Text(body.len()), move |gone| {
+        read(&parse_object(&body)?, &reader, request_id.as_deref(), gone)
+    });
     let (plan, requests) = read.await?;
-    let weight = if requests.iter().any(|request| request.structure.is_some()) { usize::MAX } else { 0 };
+    let shaped = requests.iter().any(|request| request.structure.is_some());
+    let weight = if shaped { Weight::Heavy(0) } else { Weight::Text(0) };
     let compiler = Arc::clone(&app);
-    let requests = crate::off_thread(weight, move || constrained(&compiler, requests, "structured_outputs")).await?;
+    let requests = off_thread(weight, move |_| constrained(&compiler, requests, "structured_outputs")).await?;
     let mut run = Run::start(&app, requests)?;
     let estimate = run.estimate();
     if !plan.stream {
@@ -71,11 +76,16 @@ pub async fn serve(app: Arc<App>, body: Bytes, request_id: Option<String>) -> Re
     Ok(estimate.stamp(crate::event_stream(body)))
 }
 
-fn read(map: &Map<String, Value>, app: &App, request_id: Option<&str>) -> Result<(Plan, Vec<Request>), ApiError> {
+fn read(
+    map: &Map<String, Value>,
+    app: &App,
+    request_id: Option<&str>,
+    gone: &AtomicBool,
+) -> Result<(Plan, Vec<Request>), ApiError> {
     let problems = Problems::default();
     let fields = Fields::new(map, &problems);
     check_model(&fields, app)?;
-    let mut prompts = prompts(&fields, app)?;
+    let mut prompts = prompts(&fields, app, gone)?;
     let common = Common::read(&fields, app, &["max_tokens"]);
     let logprobs = fields.integer("logprobs");
     let echo = fields.flag("echo").unwrap_or(false);
@@ -136,8 +146,14 @@ fn read(map: &Map<String, Value>, app: &App, request_id: Option<&str>) -> Result
 }
 
 /// A text, a list of texts, a list of token ids, or a list of such lists.
-fn prompts(fields: &Fields<'_, '_>, app: &App) -> Result<Vec<Vec<u32>>, ApiError> {
-    let encode = |text: &str| app.model.format.tokenizer().encode(text).map_err(ApiError::from);
+fn prompts(fields: &Fields<'_, '_>, app: &App, gone: &AtomicBool) -> Result<Vec<Vec<u32>>, ApiError> {
+    // What is cut fits whatever its length.
+    let most = fields.value("truncate_prompt_tokens").is_none().then_some(app.model.max_model_len);
+    let budget = Budget { tokens: most, abandoned: Some(gone) };
+    let encode = |text: &str| {
+        let ids = app.model.format.tokenizer().encode_within(text, &[], budget);
+        ids.map_err(|error| ApiError::of_text("prompt", error))
+    };
     let prompts = match fields.value("prompt") {
         None => {
             fields.missing("prompt");

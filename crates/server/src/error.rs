@@ -99,6 +99,25 @@ impl ApiError {
         Self::parameter(param, message)
     }
 
+    /// The prompt alone does not fit the context; how many tokens it has beyond what is certain was not counted.
+    #[must_use]
+    pub fn context_at_least(param: &str, max_model_len: usize, prompt: usize) -> Self {
+        let message = format!(
+            "This model's maximum context length is {max_model_len} tokens. However, your prompt contains at least {prompt} \
+             input tokens and leaves no room for output tokens. Please reduce the length of the input prompt."
+        );
+        Self::parameter(param, message)
+    }
+
+    /// An error between text and tokens, of the field `param`.
+    #[must_use]
+    pub fn of_text(param: &str, error: TextError) -> Self {
+        match error {
+            TextError::TooManyTokens { most, at_least } => Self::context_at_least(param, most, at_least),
+            error => error.into(),
+        }
+    }
+
     /// The model asked for is not served here.
     #[must_use]
     pub fn unknown_model(name: &str) -> Self {
@@ -274,6 +293,9 @@ impl From<TextError> for ApiError {
             TextError::Message { path, expected, found } => {
                 Self::schema(&[(path.clone(), format!("expected {expected}, found {}", shorten(found)))])
             }
+            TextError::TooManyTokens { .. } => Self::of_text("messages", error),
+            // Nobody reads it.
+            TextError::Abandoned => Self::retryable(),
             TextError::TemplateRefused { .. }
             | TextError::TemplateRender { .. }
             | TextError::TemplateFuel { .. }

@@ -46,37 +46,13 @@ pub mod stops;
 mod streamed;
 pub mod tls;
 pub mod usage;
+mod work;
 
 use axum::body::Body;
 use axum::http::{HeaderValue, Response, header};
 
-use error::ApiError;
-
 /// What answers say of their maker.
 pub const FINGERPRINT: &str = concat!("glimmer-", env!("CARGO_PKG_VERSION"));
-
-/// Bodies below are prepared on the connection's own thread: it takes less time than a change of threads is worth.
-const INLINE_BYTES: usize = 32 << 10;
-
-/// Runs work that grows with the body away from the connections' threads, if the body is large.
-///
-/// # Errors
-/// The work's own, and an internal error if it panics.
-pub(crate) async fn off_thread<T: Send + 'static>(
-    body_bytes: usize,
-    work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
-) -> Result<T, ApiError> {
-    if body_bytes <= INLINE_BYTES {
-        return work();
-    }
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result,
-        Err(error) => {
-            tracing::error!(%error, "preparing a request");
-            Err(ApiError::internal())
-        }
-    }
-}
 
 /// A response of JSON.
 pub(crate) fn json_response(body: Vec<u8>) -> Response<Body> {

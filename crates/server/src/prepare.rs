@@ -10,7 +10,7 @@ use std::sync::Arc;
 use glimmer_engine::request::{Media, MediaKind};
 use glimmer_model::vision::image::Animation;
 use glimmer_model::vision::{Clip, DecodeLimits, Patches, Processor, RgbImage, Sampler, video};
-use glimmer_text::{ChatInput, DataUrl, MediaSource, Message, Part, Tokenizer, VideoFrame};
+use glimmer_text::{Budget, ChatInput, DataUrl, MediaSource, Message, Part, Tokenizer, VideoFrame};
 use sha2::{Digest as _, Sha256};
 
 use crate::app::App;
@@ -50,10 +50,10 @@ struct Item {
 ///
 /// # Errors
 /// What the template, the pictures or the limits refuse.
-pub fn prepare(app: &App, input: &ChatInput<'_>) -> Result<Prepared, ApiError> {
+pub fn prepare(app: &App, input: &ChatInput<'_>, budget: Budget<'_>) -> Result<Prepared, ApiError> {
     let items = collect(app, input.messages)?;
     let format = &app.model.format;
-    let prompt = format.prompt(input)?;
+    let prompt = format.prompt_within(input, budget)?;
     let images: Vec<usize> = items.iter().filter(|i| i.kind == MediaKind::Image).map(|i| i.runs[0]).collect();
     let videos: Vec<Vec<VideoFrame>> = items.iter().filter(|i| i.kind == MediaKind::Video).map(frames).collect();
     let ids = format.expand(&prompt, &images, &videos)?;

@@ -258,7 +258,7 @@ async fn tokenize(State(app): State<Arc<App>>, request: Request) -> Response<Bod
 async fn detokenize(State(app): State<Arc<App>>, request: Request) -> Response<Body> {
     let answer = async {
         let body = body(&app, request).await?;
-        small::detokenize(&app, &body)
+        small::detokenize(Arc::clone(&app), body).await
     };
     finish(answer.await, Dialect::OpenAi)
 }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use axum::body::Body;
 use axum::http::{HeaderValue, Response, StatusCode, header};
 use bytes::Bytes;
+use glimmer_text::Budget;
 use serde_json::Value;
 
 use crate::app::App;
@@ -14,6 +15,7 @@ use crate::fields::{Fields, Problems, parse_object};
 use crate::json::Json;
 use crate::metrics;
 use crate::sampling::check_vocabulary;
+use crate::work::{Weight, off_thread};
 
 /// `GET /`: a page to talk to the model. It loads nothing from elsewhere, and its policy says so to the browser.
 #[must_use]
@@ -69,7 +71,7 @@ fn model_card(app: &App, name: &str, json: &mut Json<'_>) {
 /// # Errors
 /// What the body or the template refuses.
 pub async fn tokenize(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiError> {
-    crate::off_thread(body.len(), move || {
+    off_thread(Weight::Text(body.len()), move |gone| {
         let map = parse_object(&body)?;
         let problems = Problems::default();
         let fields = Fields::new(&map, &problems);
@@ -77,7 +79,7 @@ pub async fn tokenize(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiE
         let ids = if fields.value("messages").is_some() {
             let mut job = read_chat(&map, &app)?;
             job.common.truncate = None;
-            job.prompt(&app)?.ids
+            job.prompt(&app, None, gone)?.ids
         } else {
             check_model(&fields, &app)?;
             let Some(prompt) = fields.text("prompt") else {
@@ -86,7 +88,7 @@ pub async fn tokenize(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiE
                 }
                 return problems.check().and(Err(ApiError::internal()));
             };
-            tokenizer.encode(prompt)?
+            tokenizer.encode_within(prompt, &[], Budget { tokens: None, abandoned: Some(gone) })?
         };
         let with_texts = fields.flag("return_token_strs").unwrap_or(false);
         problems.check()?;
@@ -115,7 +117,11 @@ pub async fn tokenize(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiE
 ///
 /// # Errors
 /// When the tokens are not.
-pub fn detokenize(app: &App, body: &[u8]) -> Result<Response<Body>, ApiError> {
+pub async fn detokenize(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiError> {
+    off_thread(Weight::Text(body.len()), move |_| text_of(&app, &body)).await
+}
+
+fn text_of(app: &App, body: &[u8]) -> Result<Response<Body>, ApiError> {
     let map = parse_object(body)?;
     let problems = Problems::default();
     let fields = Fields::new(&map, &problems);

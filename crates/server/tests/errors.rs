@@ -137,6 +137,21 @@ async fn the_context_is_stated_with_its_three_numbers() {
     let long = server.chat(json!({"messages": user(&"word ".repeat(9000))})).await;
     assert_eq!(long.error().0, 400);
     assert!(long.message().contains("leaves no room"), "{}", long.message());
+    // What cannot fit is not counted to its end.
+    let many = vec![json!({"role": "user", "content": "x"}); 6000];
+    for (path, body) in [
+        ("/v1/chat/completions", json!({"messages": user(&"word ".repeat(200_000))})),
+        ("/v1/chat/completions", json!({"messages": many})),
+        ("/v1/completions", json!({"prompt": "7".repeat(2_000_000)})),
+    ] {
+        let reply = server.post(path, body).await;
+        let message = reply.message();
+        let least = message.split("prompt contains at least ").nth(1).and_then(|rest| rest.split(' ').next());
+        let least: usize = least.unwrap_or_else(|| panic!("{message}")).parse().unwrap();
+        assert_eq!(reply.status, 400);
+        assert!(message.starts_with("This model's maximum context length is 8192 tokens."), "{message}");
+        assert!((8193..40_000).contains(&least), "{least}");
+    }
     let cut = json!({"messages": user(&"word ".repeat(9000)), "truncate_prompt_tokens": 100});
     server.chat(cut).await.ok();
     assert_eq!(server.engine.seen()[0].prompt.len(), 100);

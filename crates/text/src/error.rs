@@ -30,6 +30,17 @@ pub enum TextError {
         /// The library's message.
         problem: String,
     },
+    /// A text has more tokens than its [`crate::Budget`].
+    #[error("the text has at least {at_least} tokens, and {most} are the most")]
+    TooManyTokens {
+        /// The budget.
+        most: usize,
+        /// What is certain so far.
+        at_least: usize,
+    },
+    /// Nobody waits for the tokens any more.
+    #[error("nobody waits for the tokens any more")]
+    Abandoned,
     /// A token that the caller needs is not in the vocabulary.
     #[error("tokenizer.json has no token {token:?}; is it the tokenizer of this model?")]
     MissingToken {

@@ -13,6 +13,7 @@
 #![cfg_attr(test, allow(clippy::needless_pass_by_value, reason = "test helpers take JSON literals by value"))]
 
 mod added;
+mod budget;
 mod detokenizer;
 mod error;
 mod grammar;
@@ -27,6 +28,7 @@ mod template;
 mod tokenizer;
 
 pub use added::{AddedToken, AddedTokens};
+pub use budget::Budget;
 pub use detokenizer::Detokenizer;
 pub use error::TextError;
 pub use grammar::GrammarCompiler;

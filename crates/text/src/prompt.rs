@@ -8,6 +8,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
+use crate::budget::Budget;
 use crate::error::TextError;
 use crate::media::VideoFrame;
 use crate::message::{Content, Message, Part, Role};
@@ -98,32 +99,42 @@ impl ChatFormat {
     /// # Errors
     /// Errors of the template and the tokenizer; [`TextError::TornUserText`] if the template cuts marked text.
     pub fn prompt(&self, input: &ChatInput<'_>) -> Result<Prompt, TextError> {
-        let prompt = self.render(input, false)?;
+        self.prompt_within(input, Budget::default())
+    }
+
+    /// As [`ChatFormat::prompt`], within a budget.
+    ///
+    /// # Errors
+    /// As [`ChatFormat::prompt`]; [`TextError::TooManyTokens`], [`TextError::Abandoned`].
+    pub fn prompt_within(&self, input: &ChatInput<'_>, budget: Budget<'_>) -> Result<Prompt, TextError> {
+        let prompt = self.render(input, false, budget)?;
         let images = input.messages.iter().flat_map(Message::images).count();
         let shown = prompt.ids.iter().filter(|&&id| Some(id) == self.media.image).count();
         if images > 0 && shown == 0 {
             // Some published templates predate vision.
-            return self.render(input, true);
+            return self.render(input, true, budget);
         }
         Ok(prompt)
     }
 
     /// Renders and encodes; with `insert_images` images are written at their places whatever the template makes of them.
-    fn render(&self, input: &ChatInput<'_>, insert_images: bool) -> Result<Prompt, TextError> {
+    fn render(&self, input: &ChatInput<'_>, insert_images: bool, budget: Budget<'_>) -> Result<Prompt, TextError> {
+        budget.check(0)?;
         let image = format!("{BEGIN_IMAGE}{IMAGE}{END_IMAGE}");
         let variables = template_variables(input, None);
         if input.allow_special {
             let variables = if insert_images { template_variables(input, Some(&image)) } else { variables };
             let text = self.template.render(&variables)?;
-            let ids = self.tokenizer.encode(&text)?;
+            let ids = self.tokenizer.encode_within(&text, &[], budget)?;
             return Ok(Prompt { text, ids });
         }
         let marks = Marks::choose(&variables, self.template.source())?;
         let variables = if insert_images { template_variables(input, Some(&marks.image())) } else { variables };
         let protect = |(key, value)| (key, marks.protect(self.tokenizer.added(), value));
         let protected: Map<String, Value> = variables.into_iter().map(protect).collect();
+        budget.check(0)?;
         let (text, ranges) = marks.remove(&self.template.render(&protected)?, &image)?;
-        let ids = self.tokenizer.encode_protected(&text, &ranges)?;
+        let ids = self.tokenizer.encode_within(&text, &ranges, budget)?;
         Ok(Prompt { text, ids })
     }
 

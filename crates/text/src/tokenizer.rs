@@ -3,6 +3,9 @@
 //! The file is handed to the `tokenizers` library *without* its added tokens, so that the library only ever sees ordinary
 //! text; added tokens are matched here, where it is known which parts of a prompt a user wrote. Decoding is a table from
 //! id to bytes, because token boundaries cut through characters and only bytes can be joined.
+//!
+//! The library takes a hundred times a text's memory, so a long text is handed to it in pieces, cut where the pattern that
+//! splits words cuts in any case; with another pattern it goes in one piece.
 
 use std::ops::Range;
 use std::path::Path;
@@ -10,6 +13,7 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::added::{AddedToken, AddedTokens};
+use crate::budget::Budget;
 use crate::detokenizer::Detokenizer;
 use crate::error::TextError;
 
@@ -25,7 +29,14 @@ pub struct Tokenizer {
     ends: Vec<usize>,
     /// Which ids exist, and which of them are flagged special.
     kinds: Vec<Kind>,
+    /// Bytes of the longest token; `None` if a text may lose bytes on its way to tokens.
+    longest: Option<usize>,
+    /// Whether a text may be cut behind a word.
+    cuts: bool,
 }
+
+/// Bytes of a piece that the library is given, or a little more.
+const PIECE: usize = 64 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
@@ -63,10 +74,14 @@ impl Tokenizer {
                 map.insert(key.to_owned(), Value::Null);
             }
         }
+        let (cuts, plain) = (cuts_behind_words(&file), file["normalizer"].is_null());
         let ordinary = tokenizers::Tokenizer::from_bytes(file.to_string())
             .map_err(|error| file_error(error.to_string(), "a tokenizer of the `tokenizers` library"))?;
         let (bytes, ends, kinds) = byte_table(&ordinary, &added)?;
-        Ok(Self { ordinary, added: AddedTokens::new(added), bytes, ends, kinds })
+        let lengths = || std::iter::once(0).chain(ends.iter().copied()).zip(&ends).map(|(start, end)| end - start);
+        let singles = lengths().filter(|&length| length == 1).count();
+        let longest = lengths().max().filter(|_| plain && singles >= 256);
+        Ok(Self { ordinary, added: AddedTokens::new(added), bytes, ends, kinds, longest, cuts })
     }
 
     /// One past the largest id of the file: the model's rows from here on are padding.
@@ -125,6 +140,12 @@ impl Tokenizer {
         Some(&self.bytes[start..self.ends[index]])
     }
 
+    /// Least number of tokens that a text of so many bytes has.
+    #[must_use]
+    pub fn least_tokens(&self, bytes: usize) -> usize {
+        self.longest.map_or(0, |longest| bytes.div_ceil(longest))
+    }
+
     /// Encodes trusted text, for instance a rendered prompt: literals of added tokens become those tokens.
     ///
     /// # Errors
@@ -139,7 +160,7 @@ impl Tokenizer {
     /// [`TextError::Encode`] if the library fails.
     pub fn encode_ordinary(&self, text: &str) -> Result<Vec<u32>, TextError> {
         let mut ids = Vec::new();
-        self.append_ordinary(text, &mut ids)?;
+        self.append_ordinary(text, 0, Budget::default(), &mut ids)?;
         Ok(ids)
     }
 
@@ -151,14 +172,29 @@ impl Tokenizer {
     /// # Errors
     /// [`TextError::Encode`] if the library fails.
     pub fn encode_protected(&self, text: &str, protected: &[Range<usize>]) -> Result<Vec<u32>, TextError> {
+        self.encode_within(text, protected, Budget::default())
+    }
+
+    /// As [`Tokenizer::encode_protected`], within a budget: a text that is too long for it by its bytes is not begun.
+    ///
+    /// # Errors
+    /// [`TextError::TooManyTokens`], [`TextError::Abandoned`], [`TextError::Encode`].
+    pub fn encode_within(
+        &self,
+        text: &str,
+        protected: &[Range<usize>],
+        budget: Budget<'_>,
+    ) -> Result<Vec<u32>, TextError> {
+        budget.check(self.least_tokens(text.len()))?;
         let mut ids = Vec::new();
         let mut done = 0;
         while let Some((range, token)) = self.added.next_match(text, done, protected) {
-            self.append_ordinary(&text[done..range.start], &mut ids)?;
+            self.append_ordinary(&text[done..range.start], text.len() - range.start, budget, &mut ids)?;
             ids.push(token.id);
             done = range.end;
         }
-        self.append_ordinary(&text[done..], &mut ids)?;
+        self.append_ordinary(&text[done..], 0, budget, &mut ids)?;
+        budget.check(ids.len())?;
         Ok(ids)
     }
 
@@ -180,17 +216,58 @@ impl Tokenizer {
         usize::try_from(id).ok().and_then(|index| self.kinds.get(index)).copied().unwrap_or(Kind::Absent)
     }
 
-    fn append_ordinary(&self, text: &str, ids: &mut Vec<u32>) -> Result<(), TextError> {
-        if text.is_empty() {
-            return Ok(());
+    /// Appends the tokens of a text behind which `more` bytes are still to be encoded.
+    fn append_ordinary(
+        &self,
+        text: &str,
+        more: usize,
+        budget: Budget<'_>,
+        ids: &mut Vec<u32>,
+    ) -> Result<(), TextError> {
+        let mut rest = text;
+        while !rest.is_empty() {
+            budget.check(ids.len().saturating_add(self.least_tokens(rest.len() + more)))?;
+            let cut = if self.cuts { word_end(rest, PIECE) } else { rest.len() };
+            let (piece, behind) = rest.split_at(cut);
+            let encoding = self
+                .ordinary
+                .encode_fast(piece, false)
+                .map_err(|error| TextError::Encode { bytes: piece.len(), problem: error.to_string() })?;
+            ids.extend_from_slice(encoding.get_ids());
+            rest = behind;
         }
-        let encoding = self
-            .ordinary
-            .encode_fast(text, false)
-            .map_err(|error| TextError::Encode { bytes: text.len(), problem: error.to_string() })?;
-        ids.extend_from_slice(encoding.get_ids());
         Ok(())
     }
+}
+
+/// Whether words are split by the pattern of this model family, in one of its two forms. It has no alternative with a letter
+/// before something else, and none that looks back, so behind a letter that no letter follows it always cuts.
+fn cuts_behind_words(file: &Value) -> bool {
+    let parts = file["pre_tokenizer"]["pretokenizers"].as_array().map(Vec::as_slice);
+    let Some([split, bytes]) = parts else { return false };
+    let pattern = split["pattern"]["Regex"].as_str().unwrap_or_default();
+    let known = ["", "{1,3}"].iter().any(|digits| {
+        pattern
+            == format!(
+                r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            )
+    });
+    let split_is_plain = split["type"] == "Split" && split["behavior"] == "Isolated" && split["invert"] == false;
+    let bytes_are_plain =
+        bytes["type"] == "ByteLevel" && bytes["add_prefix_space"] == false && bytes["use_regex"] == false;
+    known && split_is_plain && bytes_are_plain && file["normalizer"].is_null()
+}
+
+/// The first end of a word at or behind byte `from` that is certain to be one, or the end of the text.
+fn word_end(text: &str, from: usize) -> usize {
+    let letter = |c: char| c.is_ascii_alphabetic() || ('\u{4e00}'..='\u{9fa5}').contains(&c);
+    let other = |c: char| {
+        if c.is_ascii() { !c.is_ascii_alphabetic() } else { ['\u{3001}', '\u{3002}', '\u{ff0c}'].contains(&c) }
+    };
+    let start = (from..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+    let behind = text[start..].char_indices();
+    let ends = behind.clone().zip(behind.skip(1)).find(|&((_, before), (_, after))| letter(before) && other(after));
+    ends.map_or(text.len(), |(_, (at, _))| start + at)
 }
 
 fn file_error(problem: String, expected: &'static str) -> TextError {
@@ -289,6 +366,57 @@ fn byte_alphabet() -> std::collections::HashMap<char, u8> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn micro() -> Tokenizer {
+        Tokenizer::from_dir(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16"))).unwrap()
+    }
+
+    #[test]
+    fn a_text_in_pieces_has_the_tokens_of_the_whole() {
+        let tokenizer = micro();
+        assert!(tokenizer.cuts);
+        let whole = |text: &str| tokenizer.ordinary.encode_fast(text, false).unwrap().get_ids().to_vec();
+        let parts = [
+            "don't", " 'S", "it'LL ", "a", " b", "\n\n", "\r\n c", "12", "345 ", "!?\n", "  ", "\t", "é", "\u{301}",
+            "中文", "。", "、x", "ſ", " ſ", "/", "\u{3000}", "Ⅷ", "ab.", "«", "1a",
+        ];
+        let mut state = 1_u64;
+        for _ in 0..400 {
+            let mut text = String::new();
+            for _ in 0..40 {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                text.push_str(parts[(state >> 33) as usize % parts.len()]);
+            }
+            let (mut rest, mut ids) = (text.as_str(), Vec::new());
+            while !rest.is_empty() {
+                let (piece, behind) = rest.split_at(word_end(rest, 0));
+                ids.extend(whole(piece));
+                rest = behind;
+            }
+            assert_eq!(ids, whole(&text), "{text:?}");
+        }
+        let long = "A few words, 12 of them.\n".repeat(20_000);
+        assert_eq!(tokenizer.encode(&long).unwrap(), whole(&long));
+    }
+
+    #[test]
+    fn a_text_that_is_too_long_is_not_encoded_whole() {
+        let tokenizer = micro();
+        let budget = Budget { tokens: Some(1000), abandoned: None };
+        let at_least = |text: &str| match tokenizer.encode_within(text, &[], budget) {
+            Err(TextError::TooManyTokens { most: 1000, at_least }) => at_least,
+            other => panic!("{other:?}"),
+        };
+        // By its bytes, whatever it is; by its words; by its pieces.
+        assert_eq!(at_least(&"7".repeat(10_000_000)), tokenizer.least_tokens(10_000_000));
+        assert!((1001..40_000).contains(&at_least(&"some words ".repeat(7000))));
+        assert_eq!(at_least(&"<|user|>x".repeat(5000)), 1001);
+        let most = tokenizer.encode(&"x ".repeat(500)).unwrap();
+        assert_eq!(tokenizer.encode_within(&"x ".repeat(500), &[], budget).unwrap(), most);
+        let gone = std::sync::atomic::AtomicBool::new(true);
+        let abandoned = tokenizer.encode_within("x", &[], Budget { tokens: None, abandoned: Some(&gone) });
+        assert!(matches!(abandoned, Err(TextError::Abandoned)));
+    }
 
     #[test]
     fn the_byte_alphabet_is_a_bijection() {

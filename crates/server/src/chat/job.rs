@@ -1,10 +1,11 @@
 //! A conversation to be answered, whichever API it came by.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 
 use bytes::Bytes;
 use glimmer_engine::request::{Request, Structure};
-use glimmer_text::{ChatInput, Message, Part, Start, ToolMode, ToolSchemas};
+use glimmer_text::{Budget, ChatInput, MediaSource, Message, Part, Start, ToolMode, ToolSchemas};
 use serde_json::{Map, Value};
 
 use crate::answer::Rules;
@@ -15,6 +16,7 @@ use crate::fields::parse_object;
 use crate::prepare::prepare;
 use crate::run::Run;
 use crate::sampling::Common;
+use crate::work::{Weight, off_thread};
 
 /// A conversation, what to make of it and how.
 #[derive(Clone, Debug)]
@@ -104,28 +106,38 @@ pub async fn make_ready<T: Send + 'static>(
     prefix: &'static str,
 ) -> Result<(Ready, T), ApiError> {
     let (bytes, reader) = (body.len(), Arc::clone(app));
-    let (job, rest) = crate::off_thread(bytes, move || read(&parse_object(&body)?, &reader)).await?;
-    let (bytes, app) = (if job.is_heavy() { usize::MAX } else { bytes }, Arc::clone(app));
-    let ready = crate::off_thread(bytes, move || job.prepare(&app, prefix)).await?;
+    let (job, rest) = off_thread(Weight::Body(bytes), move |_| read(&parse_object(&body)?, &reader)).await?;
+    let (weight, app) = (job.weight(bytes), Arc::clone(app));
+    let ready = off_thread(weight, move |gone| job.prepare(&app, prefix, gone)).await?;
     Ok((ready, rest))
 }
 
 impl Job {
-    /// Whether preparing it may take long however short its body is: small files unpack to large pictures, short schemas
-    /// to large grammars.
-    #[must_use]
-    pub fn is_heavy(&self) -> bool {
-        let pictures = |message: &Message| {
-            message.content.parts().iter().any(|part| matches!(part, Part::Image(_) | Part::Video(_)))
-        };
-        self.required_tool.is_some() || self.common.structure.is_some() || self.messages.iter().any(pictures)
+    /// What preparing it is like. It may take long however short its body of so many bytes is: small files unpack to large
+    /// pictures, short schemas to large grammars.
+    pub(crate) fn weight(&self, bytes: usize) -> Weight {
+        let parts = || self.messages.iter().flat_map(|message| message.content.parts());
+        let urls = parts().filter_map(|part| match part {
+            Part::Image(MediaSource::Url(url)) | Part::Video(MediaSource::Url(url)) => Some(url.len()),
+            Part::Image(MediaSource::Supplied) | Part::Video(MediaSource::Supplied) => Some(0),
+            Part::Text(_) | Part::Other(_) => None,
+        });
+        let (pictures, in_urls) = urls.fold((0, 0), |(count, sum), bytes| (count + 1, sum + bytes));
+        let text = bytes.saturating_sub(in_urls);
+        let shaped = self.required_tool.is_some() || self.common.structure.is_some();
+        if shaped || pictures > 0 { Weight::Heavy(text) } else { Weight::Text(text) }
     }
 
-    /// Tokens of the conversation alone.
+    /// Tokens of the conversation alone, `most` of them unless they are to be cut or counted.
     ///
     /// # Errors
     /// As [`Job::prepare`].
-    pub fn prompt(&self, app: &App) -> Result<crate::prepare::Prepared, ApiError> {
+    pub fn prompt(
+        &self,
+        app: &App,
+        most: Option<usize>,
+        gone: &AtomicBool,
+    ) -> Result<crate::prepare::Prepared, ApiError> {
         let input = ChatInput {
             messages: &self.messages,
             tools: &self.tools,
@@ -133,7 +145,7 @@ impl Job {
             add_generation_prompt: self.add_generation_prompt,
             allow_special: false,
         };
-        let mut prepared = prepare(app, &input)?;
+        let mut prepared = prepare(app, &input, Budget { tokens: most, abandoned: Some(gone) })?;
         if let Some(keep) = self.common.truncate.filter(|&keep| keep < prepared.ids.len()) {
             if !prepared.media.is_empty() {
                 let message = "a prompt with images cannot be truncated";
@@ -148,8 +160,9 @@ impl Job {
     ///
     /// # Errors
     /// What the template, the pictures or the limits refuse.
-    pub fn prepare(self, app: &App, prefix: &str) -> Result<Ready, ApiError> {
-        let prepared = self.prompt(app)?;
+    pub fn prepare(self, app: &App, prefix: &str, gone: &AtomicBool) -> Result<Ready, ApiError> {
+        let most = self.common.truncate.is_none().then_some(app.model.max_model_len);
+        let prepared = self.prompt(app, most, gone)?;
         let limits = self.common.limits(app, prepared.ids.len(), "messages")?;
         let tokenizer = app.model.format.tokenizer();
         let start = Start::of_prompt(tokenizer, &prepared.ids);

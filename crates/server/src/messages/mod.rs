@@ -16,6 +16,7 @@ use crate::chat::job::make_ready;
 use crate::error::ApiError;
 use crate::fields::parse_object;
 use crate::json::Json;
+use crate::work::{Weight, off_thread};
 
 /// Serves one request.
 ///
@@ -41,9 +42,9 @@ pub async fn serve(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiErro
 /// What the body or the template refuses.
 pub async fn count_tokens(app: Arc<App>, body: Bytes) -> Result<Response<Body>, ApiError> {
     let (bytes, reader) = (body.len(), Arc::clone(&app));
-    let job = crate::off_thread(bytes, move || request::read(&parse_object(&body)?, &reader, false)).await?;
-    crate::off_thread(if job.is_heavy() { usize::MAX } else { bytes }, move || {
-        let count = job.prompt(&app)?.ids.len();
+    let job = off_thread(Weight::Body(bytes), move |_| request::read(&parse_object(&body)?, &reader, false)).await?;
+    off_thread(job.weight(bytes), move |gone| {
+        let count = job.prompt(&app, None, gone)?.ids.len();
         let mut body = Vec::new();
         Json::new(&mut body).raw("{\"input_tokens\":").number(count as u64).raw("}");
         Ok(crate::json_response(body))
