@@ -45,6 +45,8 @@ struct Plan {
     tokens_as_ids: bool,
     token_ids: bool,
     echo: bool,
+    /// Only the prompt goes out; the engine computes a token with it, which is thrown away.
+    prompt_only: bool,
     stream: bool,
     include_usage: bool,
     continuous_usage: bool,
@@ -86,16 +88,21 @@ fn read(
     let fields = Fields::new(map, &problems);
     check_model(&fields, app)?;
     let mut prompts = prompts(&fields, app, gone)?;
-    let common = Common::read(&fields, app, &["max_tokens"]);
-    let logprobs = fields.integer("logprobs");
     let echo = fields.flag("echo").unwrap_or(false);
+    let prompt_only = echo && fields.value("max_tokens").is_some_and(|most| most == 0);
+    let common = Common::read(&fields, app, if prompt_only { &[] } else { &["max_tokens"] });
+    let logprobs = fields.integer("logprobs");
     problems.check()?;
     let mut common = common?;
     if fields.value("suffix").is_some_and(|suffix| suffix != "") {
         return Err(ApiError::parameter("suffix", "suffix is not supported"));
     }
     let logprobs = logprobs.map(|count| top_count(app, "logprobs", count)).transpose()?;
-    common.max_tokens = common.max_tokens.or(Some(DEFAULT_MAX_TOKENS));
+    if prompt_only && common.min_tokens > 0 {
+        let message = format!("min_tokens must not exceed max_tokens=0, got {}", common.min_tokens);
+        return Err(ApiError::parameter("min_tokens", message));
+    }
+    common.max_tokens = common.max_tokens.or(Some(if prompt_only { 1 } else { DEFAULT_MAX_TOKENS }));
     if let Some(keep) = common.truncate {
         for prompt in &mut prompts {
             prompt.drain(..prompt.len().saturating_sub(keep));
@@ -135,6 +142,7 @@ fn read(
         tokens_as_ids: common.tokens_as_ids,
         token_ids: common.return_token_ids,
         echo,
+        prompt_only,
         stream: common.stream,
         include_usage: common.include_usage,
         continuous_usage: common.continuous_usage,
@@ -236,7 +244,7 @@ impl Plan {
     fn usage(&self, app: &App, run: &Run, choices: &[Choice<'_>]) -> Usage {
         Usage {
             prompt: self.prompts.iter().map(|prompt| prompt.len() as u64).sum(),
-            completion: choices.iter().map(|choice| choice.state.tokens).sum(),
+            completion: choices.iter().map(|choice| choice.state.tokens).filter(|_| !self.prompt_only).sum(),
             cached: app.options.prompt_tokens_details.then(|| u64::from(run.cached_tokens())),
             reasoning: None,
         }
@@ -267,6 +275,10 @@ impl Plan {
             }
         }
         let counted = run.feed(index, event, &mut choice.state, &mut choice.events)?;
+        if self.prompt_only {
+            choice.events.clear();
+            return Ok(choice.state.ending.is_some());
+        }
         choice.held += u32::try_from(counted).unwrap_or(u32::MAX);
         for token in &event.tokens[..counted] {
             if self.token_ids {
@@ -303,8 +315,9 @@ impl Choice<'_> {
             json.raw("null");
         }
         let ending = self.state.ending.as_ref();
-        json.raw(",\"finish_reason\":").optional_text(ending.map(|ending| ending.reason)).raw(",\"stop_reason\":");
-        stop_reason(json, ending.and_then(|ending| ending.stop.as_ref()));
+        let reason = ending.map(|ending| if plan.prompt_only { "length" } else { ending.reason });
+        json.raw(",\"finish_reason\":").optional_text(reason).raw(",\"stop_reason\":");
+        stop_reason(json, ending.and_then(|ending| ending.stop.as_ref()).filter(|_| !plan.prompt_only));
         if plan.token_ids {
             json.raw(",\"token_ids\":").list(self.ids.drain(..), |json, id| {
                 json.number(u64::from(id));

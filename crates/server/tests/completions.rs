@@ -123,6 +123,30 @@ async fn an_echo_with_log_probabilities_covers_the_prompt() {
 }
 
 #[tokio::test]
+async fn a_prompt_alone_is_scored() {
+    let server = Server::saying("xyz");
+    let request = json!({"prompt": ["ab cd", "e"], "logprobs": 1, "echo": true, "max_tokens": 0, "stop": "x"});
+    let body = server.post("/v1/completions", request.clone()).await.ok();
+    for (index, text) in ["ab cd", "e"].iter().enumerate() {
+        let (choice, count) = (&body["choices"][index], server.engine.seen()[index].prompt.len());
+        assert_eq!(choice["text"], *text);
+        assert_eq!(choice["logprobs"]["token_logprobs"].as_array().unwrap().len(), count);
+        assert_eq!((&choice["finish_reason"], &choice["stop_reason"]), (&json!("length"), &Value::Null));
+    }
+    assert_eq!(body["usage"]["completion_tokens"], 0);
+    let mut streamed = request;
+    streamed["stream"] = true.into();
+    let chunks = server.post("/v1/completions", streamed).await.chunks();
+    let text: String = chunks.iter().filter_map(|chunk| chunk["choices"][0]["text"].as_str()).collect();
+    assert!(text == "ab cde" || text == "eab cd", "{text}");
+    for refused in [json!({"prompt": "a", "max_tokens": 0}), json!({"prompt": "a", "max_tokens": -1, "echo": true})] {
+        assert_eq!(server.post("/v1/completions", refused).await.error().2.as_deref(), Some("max_tokens"));
+    }
+    let least = json!({"prompt": "a", "max_tokens": 0, "echo": true, "min_tokens": 1});
+    assert_eq!(server.post("/v1/completions", least).await.error().2.as_deref(), Some("min_tokens"));
+}
+
+#[tokio::test]
 async fn control_tokens_are_recognised_in_raw_prompts() {
     let server = Server::saying("x");
     server.post("/v1/completions", json!({"prompt": "<|user|>hi<|assistant|><think>"})).await.ok();
