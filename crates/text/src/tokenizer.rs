@@ -4,7 +4,7 @@
 //! text; added tokens are matched here, where it is known which parts of a prompt a user wrote. Decoding is a table from
 //! id to bytes, because token boundaries cut through characters and only bytes can be joined.
 //!
-//! The library takes a hundred times a text's memory, so a long text is handed to it in pieces, cut where the pattern that
+//! The library takes hundreds of times a text's memory, so a long text is handed to it in pieces, cut where the pattern that
 //! splits words cuts in any case; with another pattern it goes in one piece.
 
 use std::ops::Range;
@@ -258,15 +258,28 @@ fn cuts_behind_words(file: &Value) -> bool {
     known && split_is_plain && bytes_are_plain && file["normalizer"].is_null()
 }
 
-/// The first end of a word at or behind byte `from` that is certain to be one, or the end of the text.
+/// The first end of a word at or behind byte `from` that is certain to be one, or the end of the text. Digits stand by
+/// themselves, in groups of up to three.
 fn word_end(text: &str, from: usize) -> usize {
+    let bytes = text.as_bytes();
+    let start = (from..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+    let digits = bytes[..start].iter().rev().take_while(|byte| byte.is_ascii_digit()).count();
+    let group = start + (3 - digits % 3) % 3;
+    // Digits beyond ASCII would count as well.
+    let known = start == digits || bytes[start - digits - 1].is_ascii();
+    if digits > 0 && known && bytes.get(start..group).is_some_and(|more| more.iter().all(u8::is_ascii_digit)) {
+        return group;
+    }
     let letter = |c: char| c.is_ascii_alphabetic() || ('\u{4e00}'..='\u{9fa5}').contains(&c);
     let other = |c: char| {
         if c.is_ascii() { !c.is_ascii_alphabetic() } else { ['\u{3001}', '\u{3002}', '\u{ff0c}'].contains(&c) }
     };
-    let start = (from..text.len()).find(|&at| text.is_char_boundary(at)).unwrap_or(text.len());
+    let end = |before: char, after: char| match before.is_ascii_digit() {
+        true => after.is_ascii() && !after.is_ascii_digit(),
+        false => letter(before) && other(after),
+    };
     let behind = text[start..].char_indices();
-    let ends = behind.clone().zip(behind.skip(1)).find(|&((_, before), (_, after))| letter(before) && other(after));
+    let ends = behind.clone().zip(behind.skip(1)).find(|&((_, before), (_, after))| end(before, after));
     ends.map_or(text.len(), |(_, (at, _))| start + at)
 }
 
@@ -367,41 +380,54 @@ fn byte_alphabet() -> std::collections::HashMap<char, u8> {
 mod tests {
     use super::*;
 
-    fn micro() -> Tokenizer {
-        Tokenizer::from_dir(Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16"))).unwrap()
+    const MICRO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/micro-bf16");
+
+    /// Words of a text as the library splits it.
+    fn words(tokenizer: &Tokenizer, text: &str) -> Vec<String> {
+        use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer as _};
+        let mut split = PreTokenizedString::from(text);
+        tokenizer.ordinary.get_pre_tokenizer().unwrap().pre_tokenize(&mut split).unwrap();
+        let splits = split.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        splits.into_iter().map(|(word, ..)| word.to_owned()).collect()
     }
 
     #[test]
-    fn a_text_in_pieces_has_the_tokens_of_the_whole() {
-        let tokenizer = micro();
-        assert!(tokenizer.cuts);
-        let whole = |text: &str| tokenizer.ordinary.encode_fast(text, false).unwrap().get_ids().to_vec();
+    fn a_text_in_pieces_has_the_words_of_the_whole() {
         let parts = [
-            "don't", " 'S", "it'LL ", "a", " b", "\n\n", "\r\n c", "12", "345 ", "!?\n", "  ", "\t", "é", "\u{301}",
-            "中文", "。", "、x", "ſ", " ſ", "/", "\u{3000}", "Ⅷ", "ab.", "«", "1a",
+            "don't", " 'S", "it'LL ", "a", " b", "\n\n", "\r\n c", "12", "12345678", "９", "345 ", "0", "!?\n", "  ",
+            "\t", "é", "\u{301}", "中文", "。", "、x", "ſ", " ſ", "/", "\u{3000}", "Ⅷ", "ab.", "«", "1a",
         ];
         let mut state = 1_u64;
-        for _ in 0..400 {
-            let mut text = String::new();
-            for _ in 0..40 {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                text.push_str(parts[(state >> 33) as usize % parts.len()]);
+        let mut random = |below: usize| {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            (state >> 33) as usize % below
+        };
+        let file = String::from_utf8(std::fs::read(format!("{MICRO}/tokenizer.json")).unwrap()).unwrap();
+        let grouped = file.replace(r"\\p{N}| ?", r"\\p{N}{1,3}| ?");
+        assert_ne!(file, grouped);
+        for tokenizer in [file, grouped].map(|file| Tokenizer::from_bytes(file.as_bytes()).unwrap()) {
+            assert!(tokenizer.cuts);
+            for _ in 0..1000 {
+                let text: String = (0..40).map(|_| parts[random(parts.len())]).collect();
+                let (mut rest, mut pieces) = (text.as_str(), Vec::new());
+                while !rest.is_empty() {
+                    let (piece, behind) = rest.split_at(word_end(rest, random(9)));
+                    pieces.extend(words(&tokenizer, piece));
+                    rest = behind;
+                }
+                assert_eq!(pieces, words(&tokenizer, &text), "{text:?}");
             }
-            let (mut rest, mut ids) = (text.as_str(), Vec::new());
-            while !rest.is_empty() {
-                let (piece, behind) = rest.split_at(word_end(rest, 0));
-                ids.extend(whole(piece));
-                rest = behind;
+            for long in ["A few words, 12 of them.\n".repeat(5000), "7".repeat(100_000)] {
+                let whole = tokenizer.ordinary.encode_fast(long.as_str(), false).unwrap();
+                assert_eq!(tokenizer.encode(&long).unwrap(), whole.get_ids());
+                assert!(word_end(&long, PIECE) < PIECE + 30);
             }
-            assert_eq!(ids, whole(&text), "{text:?}");
         }
-        let long = "A few words, 12 of them.\n".repeat(20_000);
-        assert_eq!(tokenizer.encode(&long).unwrap(), whole(&long));
     }
 
     #[test]
     fn a_text_that_is_too_long_is_not_encoded_whole() {
-        let tokenizer = micro();
+        let tokenizer = Tokenizer::from_dir(Path::new(MICRO)).unwrap();
         let budget = Budget { tokens: Some(1000), abandoned: None };
         let at_least = |text: &str| match tokenizer.encode_within(text, &[], budget) {
             Err(TextError::TooManyTokens { most: 1000, at_least }) => at_least,
