@@ -16,6 +16,7 @@ use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer};
 use crate::app::App;
 use crate::error::{ApiError, Dialect};
 use crate::fields::parse_object;
+use crate::work::{Weight, off_thread};
 use crate::{chat, completions, messages, responses, small};
 
 type Answer = Result<Response<Body>, ApiError>;
@@ -207,8 +208,12 @@ async fn invocations(State(app): State<Arc<App>>, request: Request) -> Response<
     let id = request_id(&request);
     let answer = async {
         let body = body(&app, request).await?;
-        let map = parse_object(&body)?;
-        match (map.contains_key("messages"), map.contains_key("prompt")) {
+        let read = body.clone();
+        let keys = off_thread(Weight::Body(body.len()), move |_| {
+            let map = parse_object(&read)?;
+            Ok((map.contains_key("messages"), map.contains_key("prompt")))
+        });
+        match keys.await? {
             (true, _) => chat::serve(Arc::clone(&app), body, id).await,
             (false, true) => completions::serve(Arc::clone(&app), body, id).await,
             (false, false) => {
