@@ -191,8 +191,20 @@ fn serve(mut settings: Settings, config: ServeConfig) -> anyhow::Result<()> {
     let prepared = Prepared::open(&mut settings, config)?;
     let (runtime, config) = (runtime(&prepared.config.options.media_domains)?, &prepared.config);
     if config.headless {
-        tracing::warn!("--headless: on the CPU rank 0 computes alone; this process only waits for the signal to stop");
-        return Ok(runtime.block_on(glimmer_server::serve::stop_signal())?);
+        let waiting = async {
+            let mut stop = std::pin::pin!(glimmer_server::serve::stop_signal());
+            // Signals are listened to before anybody reads that one is waited for.
+            tokio::select! {
+                biased;
+                signal = &mut stop => return signal,
+                () = std::future::ready(()) => {}
+            }
+            tracing::warn!(
+                "--headless: on the CPU rank 0 computes alone; this process only waits for the signal to stop"
+            );
+            stop.await
+        };
+        return Ok(runtime.block_on(waiting)?);
     }
     let port = Port::new(bind(config.host.as_deref(), config.port)?, tls(config)?);
     let options = config.options.clone();
