@@ -428,8 +428,6 @@ fn every_recipe_starts_on_the_cpu() {
         let model = micro();
         let mut arguments: Vec<&str> = recipe.lines().collect();
         arguments[0] = &model;
-        // Published for a model with a longer context.
-        arguments.push("--allow-long-max-model-len");
         if arguments.contains(&"--headless") {
             // A rank without HTTP: it runs until it is told to stop.
             let mut child = glimmer(&arguments).spawn().unwrap();
@@ -495,9 +493,7 @@ fn what_is_wrong_ends_before_anything_is_loaded() {
             1,
             "error: --max-num-batched-tokens 104857600: cannot",
         ),
-        (&["--max-model-len", "9000"], 1, "--max-model-len 9000 is above the model's 8192 tokens"),
         (&["--api-key", ""], 2, "--api-key must not be empty"),
-        (&["--dry-run", "--max-model-len", "9000"], 1, "--max-model-len 9000 is above"),
         (&["--dry-run", "--chat-template", "/no/such.jinja"], 1, "/no/such.jinja"),
         (&["--dry-run", "--chat-template", "{% if %}"], 1, "chat template"),
         (&["--dry-run", "--tokenizer", "/no/such"], 1, "/no/such/tokenizer.json"),

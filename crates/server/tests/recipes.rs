@@ -166,12 +166,7 @@ fn flags_that_do_not_fit_the_model_or_the_device() {
         ("-tp 3", gpu, "must divide the model's 64 attention heads"),
         ("-tp 64 -ep", gpu, "must divide the model's"),
         ("-tp 8", gpu, "needs as many GPUs, and 4 are visible"),
-        ("--max-model-len 2M", gpu, "is above the model's 1048576 tokens"),
-        (
-            "--max-model-len 2M",
-            Device::Cpu,
-            "--max-model-len 2097152 is above the model's 1048576 tokens; --allow-long",
-        ),
+        ("--max-model-len 2M", gpu, "is above the model's 1048576 tokens; --allow-long"),
         ("--max-num-batched-tokens 10 --max-num-seqs 10", Device::Cpu, ""),
         ("--max-num-seqs 100000", gpu, ""),
     ] {
@@ -184,14 +179,11 @@ fn flags_that_do_not_fit_the_model_or_the_device() {
 }
 
 #[test]
-fn on_the_cpu_commands_for_gpus_pass_with_a_warning_and_larger_models_where_that_is_allowed() {
+fn on_the_cpu_commands_for_gpus_and_larger_models_pass_with_a_warning() {
     for (flags, needle) in [
         ("-tp 3", "--tensor-parallel-size 3 must divide"),
         ("-tp 64 -ep", "must divide the model's"),
-        (
-            "--allow-long-max-model-len --max-model-len 2M",
-            "--max-model-len 2097152 is above the model's 1048576 tokens",
-        ),
+        ("--max-model-len 2M", "--max-model-len 2097152 is above the model's 1048576 tokens, which count instead"),
     ] {
         let (mut config, mut settings) = parse(&words(flags)).unwrap();
         config.resolve(&mut settings, &released(), Device::Cpu).unwrap();

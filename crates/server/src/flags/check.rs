@@ -165,8 +165,9 @@ impl ServeConfig {
     /// Fills what depends on the device, and checks the rules between flags, device and model. The settings get the values
     /// with their origin.
     ///
-    /// On the CPU a command that was written for GPUs is tried out: rules about ranks do not count there, which is said with
-    /// a warning, [`ServeConfig::warnings`]. A length above the model's is taken as the model's where that is allowed.
+    /// On the CPU a command that was written for GPUs is tried out, perhaps with a smaller model: rules about ranks do not
+    /// count there, and a length above the model's is taken as the model's. Each is said with a warning,
+    /// [`ServeConfig::warnings`]. Elsewhere such a length has to be allowed.
     ///
     /// # Errors
     /// [`FlagError::Conflict`].
@@ -178,10 +179,10 @@ impl ServeConfig {
             self.warnings.push(format!("{problem}; that is no obstacle on the CPU"));
         }
         if let Some(problem) = self.length_problem(shape) {
-            if !self.allow_long {
+            if !self.allow_long && device != Device::Cpu {
                 return conflict(format!("{problem}; --allow-long-max-model-len takes it as the model's"));
             }
-            self.warnings.push(format!("{problem}, which count"));
+            self.warnings.push(format!("{problem}, which count instead"));
         }
         // Ranks on the CPU share nothing that they could add to: one computes with all threads.
         let world = if device == Device::Cpu { 1 } else { u64::from(self.tensor_parallel) };
