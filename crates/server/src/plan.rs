@@ -142,7 +142,7 @@ pub fn plan(config: &Config, request: &PlanRequest, mut settings: Settings) -> R
         cache_by_default: !gpu && serve.cache_bytes.is_none() && serve.memory_share_given.is_none(),
         elements: wish.elements,
         needs,
-        fit: fit(spent),
+        fit: fit(spent, &serve.warnings),
         like_vllm,
     })
 }
@@ -203,7 +203,7 @@ fn scratch(wish: &Wish<'_>, serve: &ServeConfig) -> u64 {
     .total()
 }
 
-fn fit(spent: Result<Sizes, String>) -> Fit {
+fn fit(spent: Result<Sizes, String>, warnings: &[String]) -> Fit {
     match spent {
         Ok(sizes) => Fit::Fits {
             sequences: sizes.sequences,
@@ -211,7 +211,7 @@ fn fit(spent: Result<Sizes, String>) -> Fit {
             pages: sizes.pages,
             capacity_tokens: sizes.pages * PAGE_TOKENS as u64,
             concurrency: sizes.pages as f64 / sizes.length.div_ceil(PAGE_TOKENS as u64) as f64,
-            notes: sizes.notes.into_iter().map(|(_, note)| note).collect(),
+            notes: warnings.iter().cloned().chain(sizes.notes.into_iter().map(|(_, note)| note)).collect(),
         },
         Err(reason) => Fit::Short { reason: reason.trim_start_matches("error: ").to_owned() },
     }
