@@ -57,6 +57,9 @@ impl Default for Patience {
     }
 }
 
+/// See [`Link::grace`].
+const GRACE: Duration = Duration::from_millis(250);
+
 /// Accepts and serves until `stop` is ready, then lets open answers come to their ends.
 pub(crate) async fn serve<L: Listener>(
     mut listener: L,
@@ -105,6 +108,7 @@ where
     let mut served = pin!(http1::Builder::new().serve_connection(TokioIo::new(End(Arc::clone(&link))), service));
     let mut told = pin!(closing.told.notified());
     let (mut doorbell, mut going, mut straight) = (None::<Doorbell<Io>>, false, None::<Produced>);
+    let (mut grace, mut told_hyper) = (None::<Pin<Box<tokio::time::Sleep>>>, false);
     let result = poll_fn(|context| {
         let doorbell = doorbell.get_or_insert_with(|| {
             // A task keeps its waker, so asking once is enough to be woken; the flag says why.
@@ -112,7 +116,17 @@ where
             Doorbell::new(&link, context.waker())
         });
         if !going && closing.now.load(Ordering::SeqCst) {
-            going = true;
+            // The request of a client that has just come may be on its way: hyper would close without an answer.
+            going = match link.grace() {
+                None => true,
+                Some(left) => {
+                    let grace = grace.get_or_insert_with(|| Box::pin(tokio::time::sleep(left)));
+                    grace.as_mut().poll(context).is_ready()
+                }
+            };
+        }
+        if going && !told_hyper {
+            told_hyper = true;
             served.as_mut().graceful_shutdown();
             doorbell.ring();
         }
@@ -305,6 +319,14 @@ impl<Io> Link<Io> {
             self.ring();
         }
         !late
+    }
+
+    /// What is left of the time in which a client that has just come may send its first request although the end is near.
+    fn grace(&self) -> Option<Duration> {
+        match lock(&self.socket).stage {
+            Stage::Head(since) => GRACE.checked_sub(since.elapsed()).filter(|left| !left.is_zero()),
+            Stage::Answer | Stage::Next(_) => None,
+        }
     }
 
     /// Wakes the connection's task and lets it poll hyper.
@@ -545,6 +567,26 @@ mod tests {
             .unwrap_or_else(|_| panic!("{pieces:?} is still open after {:?}", String::from_utf8_lossy(&answer)))
             .unwrap();
         (String::from_utf8(answer).unwrap(), began.elapsed())
+    }
+
+    #[tokio::test]
+    async fn who_has_just_come_is_answered_though_the_end_is_near() {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let router = Router::new().route("/", get(|| async { "here" }));
+        let ended = tokio::spawn(serve(listener, router, Patience::default(), async { drop(stopped.await) }));
+        let mut stream = TcpStream::connect(address).await.unwrap();
+        let silent = TcpStream::connect(address).await.unwrap();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        stop.send(()).unwrap();
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        stream.write_all(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n").await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("here"), "{answer}");
+        tokio::time::timeout(Duration::from_secs(5), ended).await.expect("a silent client holds nothing up").unwrap();
+        drop(silent);
     }
 
     #[tokio::test]
