@@ -247,9 +247,12 @@ impl<B: Backend> StepBench<B> {
         let mut biases: BTreeMap<usize, Vec<f32>> = BTreeMap::new();
         let mut pace = 0.25f32;
         while pace > 1e-4 {
-            let mut met = Met { counts: BTreeMap::new(), experts: self.experts };
+            let mut met = Met::new(self.experts);
             for step in steps {
                 self.model.forward(step, &mut met).map_err(failed)?;
+            }
+            if let Some(error) = met.failed {
+                return Err(BenchError::model("balancing the routers", error));
             }
             for (layer, counts) in met.counts {
                 let bias = biases.entry(layer).or_insert_with(|| vec![0.0; counts.len()]);
@@ -316,9 +319,12 @@ impl<B: Backend> StepBench<B> {
         let at = |share: f64| times[((times.len() - 1) as f64 * share).round() as usize];
         let chained = self.chain(step, repeats)?;
         let rows = step.rows();
-        let mut met = Met { counts: BTreeMap::new(), experts: self.experts };
+        let mut met = Met::new(self.experts);
         self.model.forward(step, &mut met).map_err(|error| BenchError::model("a step", error))?;
         let experts = met.distinct();
+        if let Some(error) = met.failed {
+            return Err(BenchError::model("a step's choices", error));
+        }
         let logits = step.logits.len();
         let head = 2.0 * (self.model.config().vocab_size * self.model.config().hidden_size) as f64;
         let rest = self.dense.1 - head / 2.0;
@@ -349,9 +355,15 @@ impl<B: Backend> StepBench<B> {
 struct Met {
     counts: BTreeMap<usize, Vec<u64>>,
     experts: usize,
+    /// What kept choices from being read.
+    failed: Option<String>,
 }
 
 impl Met {
+    fn new(experts: usize) -> Self {
+        Self { counts: BTreeMap::new(), experts, failed: None }
+    }
+
     /// Different experts of a layer, the mean of the layers.
     fn distinct(&self) -> f64 {
         let distinct: usize =
@@ -363,8 +375,16 @@ impl Met {
 impl<B: Backend> Observer<B> for Met {
     fn routing(&mut self, at: At<'_, B>, routing: &B::Routing) {
         let counts = self.counts.entry(at.layer).or_insert_with(|| vec![0; self.experts]);
-        for expert in at.backend.read_choices(routing, at.rows) {
-            counts[expert as usize] += 1;
+        match at.backend.read_choices(routing, at.rows) {
+            Ok(choices) => {
+                for expert in choices {
+                    match counts.get_mut(expert as usize) {
+                        Some(count) => *count += 1,
+                        None => self.failed = Some(format!("expert {expert} was chosen, which does not exist")),
+                    }
+                }
+            }
+            Err(error) => self.failed = Some(error.to_string()),
         }
     }
 }

@@ -11,6 +11,14 @@ pub(crate) fn print(error: &anyhow::Error) {
     drop(writeln!(anstream::stderr(), "{RED}error:{RED:#} {}", explain(error)));
 }
 
+/// The exit code of an error: 130, as of a program that Ctrl-C ends, where it was asked to stop.
+pub(crate) fn code(error: &anyhow::Error) -> u8 {
+    let stopped = |cause: &(dyn std::error::Error + 'static)| {
+        matches!(cause.downcast_ref(), Some(glimmer_quantize::error::Error::Interrupted))
+    };
+    if error.chain().any(stopped) { 130 } else { 2 }
+}
+
 /// Warnings of one kind that are printed at most.
 const WARNINGS: usize = 8;
 

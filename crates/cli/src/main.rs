@@ -27,12 +27,13 @@ fn main() -> ExitCode {
         Err(error) if failure::is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             failure::print(&error);
-            ExitCode::from(2)
+            ExitCode::from(failure::code(&error))
         }
     }
 }
 
-/// Runs one command. Exit codes: 0 done, 1 the answer is no (a check failed), 2 an error; `--help` says the same.
+/// Runs one command. Exit codes: 0 done, 1 the answer is no (a check failed), 2 an error, 130 ended by Ctrl-C; `--help` says the
+/// same.
 fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let threads = open::threads(cli.threads);
     match cli.command {

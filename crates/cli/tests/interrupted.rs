@@ -46,7 +46,7 @@ fn ctrl_c_leaves_a_run_that_every_command_knows_how_to_finish() {
     assert!(pressed.expect("there is `kill`").success());
     let ended = child.wait_with_output().expect("it ends");
     let error = String::from_utf8_lossy(&ended.stderr);
-    assert_eq!(ended.status.code(), Some(2), "{error}");
+    assert_eq!(ended.status.code(), Some(130), "{error}");
     assert!(error.starts_with("stopping behind") && error.contains("error: interrupted"), "{error}");
     assert!(error.contains("--resume"), "{error}");
 

@@ -75,7 +75,10 @@ impl ApiError {
     #[must_use]
     pub fn renamed(mut self, names: &[(&str, &str)]) -> Self {
         for (from, to) in names {
-            self.message = self.message.replace(from, to);
+            // The client's own words may hold such a name, too.
+            if let Some(rest) = self.message.strip_prefix(from) {
+                self.message = format!("{to}{rest}");
+            }
             self.param = self.param.map(|param| param.replace(from, to));
         }
         self

@@ -195,15 +195,15 @@ fn on_the_cpu_commands_for_gpus_and_larger_models_pass_with_a_warning() {
 }
 
 #[test]
-fn without_a_model_answers_are_taken_apart() {
+fn answers_are_taken_apart_unless_somebody_says_otherwise() {
     let parsed = |flags: &str| {
         let mut settings = Settings::parse(&words(flags), &|_| None, &|path| std::fs::read_to_string(path)).unwrap();
-        settings.derive_for_embedded();
+        settings.derive_parsers();
         let options = ServeConfig::new(&settings).unwrap().options;
         (options.reasoning, options.tools, options.auto_tool_choice)
     };
     assert_eq!(parsed(""), (true, true, true));
-    assert_eq!(parsed("some/model"), (false, false, false));
+    assert_eq!(parsed("some/model"), (true, true, true));
     assert_eq!(parsed("--tool-call-parser none"), (true, false, false));
     assert_eq!(parsed("--reasoning-parser none --no-enable-auto-tool-choice"), (false, true, false));
 }

@@ -328,8 +328,11 @@ pub trait Backend: Send + Sized + std::fmt::Debug {
     fn read_routing(&self, routing: &Self::Routing, row: usize) -> Vec<(u32, f32)>;
 
     /// Chosen experts of the first `rows` rows, one row behind the other.
-    fn read_choices(&self, routing: &Self::Routing, rows: usize) -> Vec<u32> {
-        (0..rows).flat_map(|row| self.read_routing(routing, row)).map(|(expert, _)| expert).collect()
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn read_choices(&self, routing: &Self::Routing, rows: usize) -> Result<Vec<u32>> {
+        Ok((0..rows).flat_map(|row| self.read_routing(routing, row)).map(|(expert, _)| expert).collect())
     }
 
     /// Copies everything that slot `from` owns (KDA states, rings) to slot `to`.

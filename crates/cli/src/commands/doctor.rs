@@ -118,7 +118,10 @@ fn gpu(args: &DoctorArgs) -> Vec<Finding> {
     findings.push(if glimmer_cuda::library_found(options.compiler.as_deref()) {
         Finding::fine(place, "found")
     } else {
-        Finding::fine(place, "libcublasLt.so.13 was not found: prompts will take several times as long")
+        Finding::fine(
+            place,
+            "not there, which is no obstacle: without libcublasLt.so.13 prompts take several times as long",
+        )
     });
     findings.push(match &options.cache {
         Some(folder) => {

@@ -62,7 +62,7 @@ pub(super) fn read_flags(arguments: &[String], threads: Option<u16>) -> Result<(
     if let Some(threads) = threads {
         settings.derive("threads", threads, "command line, before serve");
     }
-    settings.derive_for_embedded();
+    settings.derive_parsers();
     let config = ServeConfig::new(&settings)?;
     Ok((settings, config))
 }
@@ -80,7 +80,7 @@ fn refuse(error: &FlagError) -> anyhow::Result<ExitCode> {
 /// leaves those open that depend on it.
 fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> {
     let opened = checkpoint(&config).map(|(checkpoint, _)| checkpoint);
-    let (device, _) = device(&place(&config)?)?;
+    let (device, _) = device(&place(&config)?, &config)?;
     match &opened {
         Ok(checkpoint) => config.resolve(&mut settings, &ModelShape::of(checkpoint), device)?,
         Err(error) => {
@@ -112,16 +112,30 @@ fn place(config: &ServeConfig) -> anyhow::Result<Place> {
     match config.device.as_str() {
         "cuda" => Place::gpu(&cuda),
         "cpu" => Ok(Place::Cpu),
-        _ => Ok(Place::gpu(&cuda).unwrap_or(Place::Cpu)),
+        _ => Ok(Place::gpu(&cuda).unwrap_or_else(|error| {
+            if cfg!(feature = "cuda") {
+                crate::failure::warn(&[format!(
+                    "the CPU computes, as no GPU can: {}",
+                    crate::failure::explain(&error)
+                )]);
+            }
+            Place::Cpu
+        })),
     }
 }
 
 /// What flags have to fit of the place.
-fn device(place: &Place) -> anyhow::Result<(Device, Memory)> {
+fn device(place: &Place, config: &ServeConfig) -> anyhow::Result<(Device, Memory)> {
+    let ranks = u64::from(config.tensor_parallel).max(u64::from(config.nodes));
     match place {
         Place::Cpu => Ok((Device::Cpu, Memory::Host)),
         #[cfg(feature = "cuda")]
         Place::Cuda(gpu) => {
+            anyhow::ensure!(
+                ranks == 1,
+                "{ranks} ranks were asked for: this program computes on one GPU so far; leave --tensor-parallel-size and --nnodes \
+                 out, or see what several would hold with glimmer plan"
+            );
             let (free, total) = gpu.memory()?;
             let memory_gib = total as f64 / f64::from(1 << 30);
             Ok((Device::Cuda { memory_gib, count: 1 }, Memory::Device { free, total, halves: gpu.halves() }))
@@ -145,7 +159,7 @@ impl Prepared {
     pub(super) fn open(settings: &mut Settings, mut config: ServeConfig) -> anyhow::Result<Self> {
         #[allow(unused_mut, reason = "only a GPU is told what it will compile")]
         let mut place = place(&config)?;
-        let (device, memory) = device(&place)?;
+        let (device, memory) = device(&place, &config)?;
         let (checkpoint, weights) = checkpoint(&config)?;
         #[cfg(feature = "cuda")]
         if let Place::Cuda(gpu) = &mut place {

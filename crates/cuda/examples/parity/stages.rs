@@ -563,7 +563,7 @@ fn moe<B: Backend>(b: &mut B, out: &mut Vec<Named>) {
                         weights.push(if w.is_nan() { 1e3 } else { w });
                     }
                 }
-                let together = b.read_choices(&routing, rows).into_iter().map(|e| e as f32).collect();
+                let together = b.read_choices(&routing, rows).unwrap().into_iter().map(|e| e as f32).collect();
                 out.push((format!("experts of {experts} M {rows}, all rows read at once"), together, 0.0));
                 out.push((format!("experts of {experts} M {rows}"), ids, 0.0));
                 out.push((format!("weights of {experts} M {rows}"), weights, 1e-5));

@@ -86,12 +86,10 @@ impl Backend for Cuda {
         self.routed(routing, row)
     }
 
-    fn read_choices(&self, routing: &CudaRouting, rows: usize) -> Vec<u32> {
+    fn read_choices(&self, routing: &CudaRouting, rows: usize) -> Result<Vec<u32>> {
         let mut experts = vec![0u32; rows.min(routing.rows) * routing.top];
-        if routing.experts.read(0, &mut experts).is_err() {
-            experts.clear();
-        }
-        experts
+        routing.experts.read(0, &mut experts)?;
+        Ok(experts)
     }
 
     fn copy_slot(&self, cache: &mut CudaCache, from: u32, to: u32) -> Result<()> {

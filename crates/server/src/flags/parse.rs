@@ -120,12 +120,9 @@ impl Settings {
         }
     }
 
-    /// Without a model the embedded one is served, and its answers are taken apart unless somebody said otherwise.
-    pub fn derive_for_embedded(&mut self) {
-        const REASON: &str = "the embedded model's";
-        if !self.value("model").is_null() {
-            return;
-        }
+    /// Answers are taken apart unless somebody said otherwise: all models that are served here write them in one way.
+    pub fn derive_parsers(&mut self) {
+        const REASON: &str = "the model family's";
         self.derive("reasoning-parser", "glm45", REASON);
         self.derive("tool-call-parser", "glm47", REASON);
         let parsed = !matches!(self.value("tool-call-parser").as_str(), Some("" | "none"));
