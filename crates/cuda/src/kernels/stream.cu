@@ -19,7 +19,7 @@
 #define WINDOW 2048
 #define NONE 0xffffffffu
 #define LEAST -3.4028234663852886e38f
-// What f64 sums of a row and the host's can differ by (2^18 tokens each), sums of f32 weights, and masses in bins.
+// What f64 sums of a row can be wrong by, sums of f32 weights, and masses in bins.
 #define WRONG 7e-11
 #define WRONG_LIGHT 1e-5
 #define WRONG_BINS 1e-4
@@ -222,6 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
     };
 
     for (int i = thread; i < BINS; i += THREADS) s.bins[i] = 0;
+    for (int c = thread; c < chunks; c += THREADS) kept[c] = 0.0;
     if (thread == 0) {
         tokens[item] = NONE;
         s.low = s.high = s.at = s.end = -1;
@@ -241,7 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
     for (int round = 0;; round++) {
         const bool binned = narrowed && (round > 0 || how.floor == -(double)INFINITY);
         const u32 fraction = by_rank ? 0 : 0x1fffu, one = by_rank ? 1 : 0x2000u;
-        float x[16] = {}, faint = 0.0f;
+        float x[16] = {};
+        double faint = 0.0;
         // What is at least `limit` goes to the bins. `x` becomes weights.
         auto weigh = [&](int chunk, float limit) {
             float top = x[0];
@@ -258,14 +260,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
             }
             if (binned) {
                 if (__any_sync(FULL, heaviest >= limit)) {
+                    float rest = 0.0f;
 #pragma unroll
                     for (int i = 0; i < 16; i++) {
                         const u32 bits = __float_as_uint(x[i]);
                         if (x[i] >= limit)
                             atomicAdd(&s.bins[min_of((bits >> 18) - LOWEST, BINS - 1)], bits >> 10 & fraction | one);
                         else
-                            faint += x[i];
+                            rest += x[i];
                     }
+                    faint += rest;
                 } else {
                     faint += sum;
                 }
@@ -356,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
             const float w = v >= floor ? power((v - ref) * slope) : 0.0f;
             const u32 bits = __float_as_uint(w);
             if (w > 0.0f) {
-                atomicAdd(&sums[change.token / CHUNK], w);
+                atomicAdd(&kept[change.token / CHUNK], (double)w);
                 if (binned && w >= lowest)
                     atomicAdd(&s.bins[min_of((bits >> 18) - LOWEST, BINS - 1)], bits >> 10 & fraction | one);
                 else
@@ -368,12 +372,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
         double sum = 0.0;
         for (int c = thread; c < chunks; c += THREADS) {
             top = tops[c] > top ? tops[c] : top;
-            sum += sums[c];
+            // Many changed tokens of a chunk are not added in f32.
+            sum += sums[c] = (float)(sums[c] + kept[c]);
+            kept[c] = 0.0;
         }
         top = __reduce_max_sync(FULL, top);
         if (lane == 0) s.keys[warp] = top;
         mass = block_total(sum, s.room);
-        light = block_total((double)faint, s.room);
+        light = block_total(faint, s.room);
 #pragma unroll
         for (int w = 0; w < WARPS; w++) top = s.keys[w] > top ? s.keys[w] : top;
         best = top == NONE ? INFINITY : logit_of(top);
@@ -392,7 +398,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
     float above = floor, below = floor;
     bool exact = false;
     if (narrowed) {
-        const float margin = 2e-5f / (float)steepness + 1e-6f * (fabsf(ref) + fabsf(best));
+        const float margin = 3e-5f / (float)steepness + 1e-6f * (fabsf(ref) + fabsf(best));
         double m[8], all = 0.0, total;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
@@ -444,7 +450,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
             const float cut = exact ? floor : below;
             const u32 reach = key_of(cut);
             double heavy = 0.0;
-            float faint = 0.0f;
+            double faint = 0.0;
             __syncthreads();
             if (thread == 0) s.listed = s.over = 0, s.end = s.at = -1, s.least = 0, s.least_key = NONE, s.most_key = 0;
             __syncthreads();
@@ -461,6 +467,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
                     float x[8];
                     row.load(x, first, lane);
                     u32 between = 0;
+                    float rest = 0.0f;
 #pragma unroll
                     for (int i = 0; i < 8; i++) {
                         const float v = x[i];
@@ -469,10 +476,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
                             heavy += w;
                             if (v >= above) here += w, between |= 0x100u << i;
                         } else if (v >= floor) {
-                            faint += power((v - ref) * slope);
+                            rest += power((v - ref) * slope);
                         }
                         if (narrowed && v >= below && v < above) between |= 1u << i;
                     }
+                    faint += rest;
                     if (by_rank) {
                         const u32 over = __reduce_add_sync(FULL, __popc(between >> 8));
                         if (lane == 0 && over > 0) atomicAdd(&s.over, over);
@@ -558,7 +566,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
                     continue;
                 }
                 const u32 wanted = by_rank ? how.top_k - over : 0;
-                if (by_rank && listed < wanted && listed > WINDOW) return;
+                // Fewer than are kept are listed where no more exist, and only there.
+                if (by_rank && listed < wanted && (listed > WINDOW || below > floor)) return;
                 if (listed > WINDOW && s.least_key == s.most_key) {
                     // Equal logits: the first ones by token.
                     if (by_rank && by_mass) return;
@@ -719,7 +728,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) stream(const float *log
         for (int j = 0; j < share; j++) {
             const int c = share * thread + j;
             if (c >= chunks) break;
-            if (ahead <= goal && goal < ahead + kept[c]) s.at = c, s.ahead = ahead;
+            // As below: so near to its edge a chunk is not two threads'.
+            if (ahead <= goal - doubt && goal + doubt < ahead + kept[c]) s.at = c, s.ahead = ahead;
             ahead += kept[c];
         }
         __syncthreads();
