@@ -469,7 +469,7 @@ fn a_dry_run_prints_every_setting_with_its_origin() {
     assert!(line("--max-num-seqs").ends_with("7  (command line)"));
     assert!(line("--max-num-batched-tokens").ends_with("(default on the CPU)"));
     assert!(line("--max-model-len").ends_with("8192  (the model's length)"));
-    assert!(line("--tool-call-parser").ends_with("\"glm47\"  (the embedded model's)"));
+    assert!(line("--tool-call-parser").ends_with("\"glm47\"  (the model family's)"));
     assert!(line("--port").ends_with("8000  (default)"));
     let output = glimmer(&["/no/such/model", "--dry-run"]).output().unwrap();
     assert!(output.status.success() && text(&output.stderr).contains("/no/such/model"));
@@ -482,7 +482,7 @@ fn what_is_wrong_ends_before_anything_is_loaded() {
     for (arguments, code, needle) in [
         (&["--no-such-flag"][..], 2, "unknown flag --no-such-flag"),
         (&["--port", "0"], 2, "--port: expected a whole number"),
-        (&["--enable-auto-tool-choice", "m"], 1, "requires --tool-call-parser"),
+        (&["--enable-auto-tool-choice", "--tool-call-parser", "none", "m"], 1, "requires --tool-call-parser"),
         (&["/no/such/model"], 1, "/no/such/model"),
         (&["--host", "127.0.0.1", "--port", &port], 1, "cannot listen on 127.0.0.1:"),
         (&["--chat-template", "/no/such.jinja", "--port", &free], 1, "/no/such.jinja"),
