@@ -1,5 +1,5 @@
 //! Kimi delta attention: one kernel from the projections to the gated norm, row after row; whole chunks of long prompts on
-//! tensor cores when that form is asked for.
+//! tensor cores, the form of prompts on this backend.
 
 use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::{KdaForm, KdaWeights, Result};

@@ -1,6 +1,8 @@
 // Hyper-connections: merging a sub-block's output into the streams, the coefficients of the next mixer, the collapsed input.
 //
 // What `mhc_site.cu` does not take: `merge`, a plain f32 dot product (dense.cu) and `mix`; `mean_norm` ends a trunk. N: streams.
+// All f32; any hidden width and number of rows. The fused site is faster (h200-kda.md): this is what
+// other numbers of streams, F32 mixing matrices and older devices take.
 #include "common.cuh"
 
 #define COEFFICIENTS (2 * N + N * N)

@@ -1,6 +1,8 @@
 // Latent attention over the selected tokens, absorbed: q~ = K^T q, p = softmax(q~ . c / sqrt(qk)), out = V sum p c.
 // kv_b holds per head the key rows, then the value rows, each [latent] wide.
-// LATENT (a multiple of 32), PAGE: tokens a page.
+// LATENT (a multiple of 32), PAGE: tokens a page. f32 throughout, for caches of f32; those of halves go to sparse.cu
+// (h200-attention.md). `absorb`: a row's queries of a head by its key rows; `attend`: softmax over the list in
+// one pass with a running largest score; `values`: the sums by the value rows. Any number of heads, rows and listed tokens.
 #include "common.cuh"
 
 #define ROWS 8

@@ -1,5 +1,5 @@
 // The weighted sum of what experts give in f32; that of experts in slots is in slots.cu.
-// TOP: experts a row.
+// TOP: experts a row. Bound by reading TOP rows of `down` for each written one; columns a multiple of 4.
 #include "common.cuh"
 
 // out[row] = sum over the row's experts, ascending, of weight * down[choice], then + shared. Grid (columns / 1024, rows).
