@@ -156,6 +156,13 @@ impl ApiError {
         Self::new(StatusCode::UNAUTHORIZED, "Unauthorized", "Unauthorized")
     }
 
+    /// The body stopped arriving.
+    #[must_use]
+    pub fn slow_body(pause: std::time::Duration) -> Self {
+        let message = format!("nothing of the request's body came for {} seconds", pause.as_secs());
+        Self::new(StatusCode::REQUEST_TIMEOUT, "Request Timeout", message)
+    }
+
     /// The body is longer than the limit.
     #[must_use]
     pub fn too_large(limit_bytes: usize) -> Self {

@@ -1,6 +1,7 @@
 //! Routes, and what every request passes on its way to one: keys, limits, ids, the end of service.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
@@ -9,7 +10,7 @@ use axum::extract::{Path, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, Response, Uri, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::routing::{MethodRouter, get, post};
-use bytes::Bytes;
+use bytes::{Bytes, BytesMut};
 use http_body_util::{BodyExt as _, LengthLimitError, Limited};
 use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer};
 
@@ -162,12 +163,28 @@ async fn body(app: &App, request: Request) -> Result<Bytes, ApiError> {
     if request.body().size_hint().lower() > limit as u64 {
         return Err(ApiError::too_large(limit));
     }
-    match Limited::new(request.into_body(), limit).collect().await {
-        Ok(collected) => Ok(collected.to_bytes()),
-        Err(error) if error.is::<LengthLimitError>() => Err(ApiError::too_large(limit)),
-        Err(error) => Err(ApiError::schema(&[(String::new(), format!("the body did not arrive: {error}"))])),
-    }
+    arrive(request.into_body(), limit, BODY_PAUSE).await
 }
+
+/// A body up to `limit` bytes. A client that stops in the middle does not keep its connection for ever.
+async fn arrive(body: Body, limit: usize, pause: Duration) -> Result<Bytes, ApiError> {
+    let mut arriving = Limited::new(body, limit);
+    let mut bytes = BytesMut::new();
+    let late = |_| ApiError::slow_body(pause);
+    while let Some(frame) = tokio::time::timeout(pause, arriving.frame()).await.map_err(late)? {
+        match frame {
+            Ok(frame) => bytes.extend(frame.into_data().unwrap_or_default()),
+            Err(error) if error.is::<LengthLimitError>() => return Err(ApiError::too_large(limit)),
+            Err(error) => {
+                return Err(ApiError::schema(&[(String::new(), format!("the body did not arrive: {error}"))]));
+            }
+        }
+    }
+    Ok(bytes.freeze())
+}
+
+/// Longest pause of a body on its way.
+const BODY_PAUSE: Duration = Duration::from_secs(60);
 
 fn finish(answer: Answer, dialect: Dialect) -> Response<Body> {
     answer.unwrap_or_else(|error| error.response(dialect))
@@ -274,4 +291,36 @@ async fn ping(State(app): State<Arc<App>>) -> Response<Body> {
 
 async fn reset_prefix_cache(State(app): State<Arc<App>>) -> Response<Body> {
     finish(small::reset_prefix_cache(&app), Dialect::OpenAi)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::pin::Pin;
+    use std::task::{Context, Poll};
+
+    use hyper::body::Frame;
+
+    use super::*;
+
+    /// Gives some bytes and then nothing, without an end.
+    struct Stuck(Option<Bytes>);
+
+    impl hyper::body::Body for Stuck {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            self.0.take().map_or(Poll::Pending, |bytes| Poll::Ready(Some(Ok(Frame::data(bytes)))))
+        }
+    }
+
+    #[tokio::test]
+    async fn a_body_that_stops_arriving_is_given_up() {
+        let pause = Duration::from_millis(20);
+        let stuck = Body::new(Stuck(Some(Bytes::from_static(b"{\"a\":"))));
+        assert_eq!(arrive(stuck, 100, pause).await.unwrap_err().status.as_u16(), 408);
+        assert_eq!(arrive(Body::from("{}"), 100, pause).await.unwrap(), "{}");
+        assert_eq!(arrive(Body::from("{}"), 1, pause).await.unwrap_err().status.as_u16(), 413);
+    }
 }
