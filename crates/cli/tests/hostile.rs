@@ -122,7 +122,7 @@ fn flags_of_a_server_are_refused_as_other_flags_are() {
         let error = refusal(arguments);
         assert_eq!(error.matches("error:").count(), 1, "{arguments:?}: {error}");
     }
-    let conflict = glimmer(&["serve", "--enable-auto-tool-choice", "m"]);
+    let conflict = glimmer(&["serve", "--enable-auto-tool-choice", "--tool-call-parser", "none", "m"]);
     let error = String::from_utf8_lossy(&conflict.stderr).into_owned();
     assert!(
         conflict.status.code() == Some(1) && error.starts_with("error: --enable-auto-tool-choice requires"),
