@@ -49,6 +49,10 @@ def rows(t, first=None, last=None):
     return dtype, [n] + shape[1:], data[:n * row] if first else data[len(data) - n * row:]
 
 
+def last_rows(t, n):
+    return t[0], [1, n, t[1][2]], t[2][-n * t[1][2] * 4:]
+
+
 # Micro: per-row keys keep their last 2 rows (logits one but for the longest prompt), logits of decoding the first (all greedy tokens are kept), states only the longest
 # prompt, of the first and the last layer that has one.
 for name in ("short_think", "short_direct", "tool_think", "image_direct", "recall_400", "recall_1000"):
@@ -73,8 +77,8 @@ for k, t in read(f"{SRC}/goldens/tiny/golden_fp32.safetensors").items():
     elif k.startswith("prefill."):
         keep = not layer or layer[1] in "03" or k.endswith(("streams_out", "attn_out", "mlp_out", "topk", "router.indices", "router.weights"))
     else: keep = ".vis." in k or k.endswith(ends) or (k.startswith(("image.", "video.")) and k.endswith(("layer7.streams_out", "topk")))
-    # Hidden states are kept of every row, so logits of the last 15 do.
-    if k in ("prefill.logits", "mtp.prefill.logits", "dec_prefill.logits"): t = t[0], [1, 15, t[1][2]], t[2][-15 * t[1][2] * 4:]
+    # Hidden states are kept of every row, so logits of the last 15 do (of 10 where there are pictures).
+    if k in ("prefill.logits", "mtp.prefill.logits", "dec_prefill.logits", "image.logits", "video.logits"): t = last_rows(t, 10 if k[0] in "iv" else 15)
     if keep and not INSIDE.search(k): kept[k] = t
 write(f"{OUT}/goldens/tiny/golden.safetensors", kept)
 
