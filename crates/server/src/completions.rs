@@ -30,7 +30,7 @@ use crate::usage::Usage;
 use crate::work::{Weight, off_thread};
 
 /// Tokens of an answer if the client does not say.
-const DEFAULT_MAX_TOKENS: u32 = 16;
+const DEFAULT_MAX_TOKENS: u64 = 16;
 /// Most prompts of a request.
 const PROMPTS: usize = 1024;
 

@@ -16,7 +16,7 @@ pub struct Common {
     /// How tokens are chosen.
     pub sampling: Sampling,
     /// Most new tokens, if the client says so.
-    pub max_tokens: Option<u32>,
+    pub max_tokens: Option<u64>,
     /// Least new tokens.
     pub min_tokens: u32,
     /// Go on behind end tokens.
@@ -71,12 +71,12 @@ impl Common {
         let max_tokens = max_tokens.iter().find_map(|key| fields.integer(key).map(|v| (*key, v)));
         let max_tokens = max_tokens.map(|(key, v)| positive(key, v)).transpose()?;
         let min_tokens = whole("min_tokens", fields.integer("min_tokens").unwrap_or(0))?;
-        if let Some(most) = max_tokens.filter(|&most| most < min_tokens) {
+        if let Some(most) = max_tokens.filter(|&most| most < u64::from(min_tokens)) {
             let message = format!("min_tokens must not exceed max_tokens={most}, got {min_tokens}");
             return Err(ApiError::parameter("min_tokens", message));
         }
         let sampling = sampling(fields, app)?;
-        let n = positive("n", fields.integer("n").unwrap_or(1))? as usize;
+        let n = usize::try_from(positive("n", fields.integer("n").unwrap_or(1))?).unwrap_or(usize::MAX);
         if n > 1 && sampling.temperature < GREEDY {
             return Err(ApiError::parameter("n", format!("n must be 1 with temperature 0, got {n}")));
         }
@@ -135,7 +135,7 @@ impl Common {
     pub fn limits(&self, app: &App, prompt: usize, param: &str) -> Result<Limits, ApiError> {
         let context = app.model.max_model_len;
         let room = context.saturating_sub(prompt);
-        let asked = self.max_tokens.map(|v| v as usize);
+        let asked = self.max_tokens.map(|v| usize::try_from(v).unwrap_or(usize::MAX));
         if room == 0 || asked.is_some_and(|asked| asked > room) {
             return Err(ApiError::context(param, context, prompt, asked));
         }
@@ -160,8 +160,8 @@ const GREEDY: f32 = 1e-5;
 /// A client's own id, which goes into logs and the answer's.
 fn request_id(fields: &Fields<'_, '_>) -> Result<Option<String>, ApiError> {
     match fields.text("request_id") {
-        Some(id) if id.is_empty() || id.len() > 128 || !id.bytes().all(|byte| byte.is_ascii_graphic()) => {
-            let message = "request_id must be 1 to 128 visible ASCII characters without spaces";
+        Some(id) if id.is_empty() || id.len() > 64 || !id.bytes().all(|byte| byte.is_ascii_graphic()) => {
+            let message = "request_id must be 1 to 64 visible ASCII characters without spaces";
             Err(ApiError::parameter("request_id", message))
         }
         id => Ok(id.map(str::to_owned)),
@@ -377,10 +377,9 @@ pub fn check_vocabulary(param: &str, ids: &[u32], app: &App) -> Result<(), ApiEr
     }
 }
 
-fn positive(param: &str, value: i64) -> Result<u32, ApiError> {
-    match u32::try_from(value) {
+fn positive(param: &str, value: i64) -> Result<u64, ApiError> {
+    match u64::try_from(value) {
         Ok(value) if value > 0 => Ok(value),
-        Err(_) if value > 0 => Ok(u32::MAX),
         _ => Err(ApiError::parameter(param, format!("{param} must be at least 1, got {value}"))),
     }
 }

@@ -65,6 +65,9 @@ impl Grammars for AnyShape {
             Structure::Regex(text) if text.matches('(').count() != text.matches(')').count() => {
                 Err(ConstraintError(format!("{text:?}: a parenthesis is not closed")))
             }
+            Structure::JsonSchema(text) if text == "false" => {
+                Err(ConstraintError("nothing fits the schema".to_owned()))
+            }
             _ => Ok(Box::new(Free)),
         }
     }

@@ -232,6 +232,26 @@ async fn bad_messages_are_refused_in_the_dialect() {
             400,
             "messages[1].content[0].input: expected an object",
         ),
+        (message(json!({"system": [{"type": "image"}]})), 400, "system[0].type"),
+        (message(json!({"tools": [{"name": "f", "input_schema": {}, "strict": "x"}]})), 400, "tools[0].strict"),
+        (
+            message(
+                json!({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": 5}]}]}),
+            ),
+            400,
+            "messages[0].content[0].content: expected text",
+        ),
+        (
+            message(json!({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": 5}]}]})),
+            400,
+            "messages[0].content[0].tool_use_id",
+        ),
+        (
+            message(json!({"messages": [{"role": "assistant", "content": [{"type": "text"}]}]})),
+            400,
+            "messages[0].content[0].text",
+        ),
+        (message(json!({"request_id": "x".repeat(65)})), 400, "1 to 64 visible"),
         (message(json!({"model": "claude"})), 404, "The model `claude` does not exist."),
     ] {
         let reply = server.post("/v1/messages", body).await;
@@ -373,6 +393,28 @@ async fn responses_that_need_memory_are_not_found() {
             "input[0].content[0].type",
         ),
         (json!({"input": "x", "parallel_tool_calls": "x"}), "parallel_tool_calls"),
+        (json!({"input": "x", "text": {"format": {"type": "json_schema", "schema": false}}}), "text.format"),
+        (json!({"input": "x", "max_output_tokens": 9000}), "input"),
+        (json!({"input": "x", "tools": response_tools(), "tool_choice": {"type": "function"}}), "tool_choice.name"),
+        (json!({"input": [{"role": "assistant", "content": 5}]}), "input[0].content"),
+        (json!({"input": [{"role": "assistant", "content": [{"type": "input_file"}]}]}), "input[0].content[0].type"),
+        (json!({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}), "input[0].summary[0].type"),
+        (
+            json!({"instructions": "i", "input": [{"role": "user", "content": ["x", {"type": "input_image", "image_url": "data:,"}]}]}),
+            "input[0].content[1]",
+        ),
+        (
+            json!({"input": [{"role": "assistant", "content": "x"}, {"type": "function_call", "name": "f", "arguments": "{"}]}),
+            "input[1].arguments",
+        ),
+        (json!({"input": [{"type": "function_call", "name": 5}]}), "input[0].name"),
+        (json!({"input": [{"type": "function_call_output", "call_id": 5, "output": "x"}]}), "input[0].call_id"),
+        (
+            json!({"input": [{"type": "function_call_output", "output": [{"type": "input_file"}]}]}),
+            "input[0].output[0].type",
+        ),
+        (json!({"input": [{"type": "function_call_output", "output": [{"output": "x"}]}]}), "input[0].output[0].type"),
+        (json!({"input": [{"type": "function_call_output", "output": 5}]}), "input[0].output"),
     ] {
         assert_eq!(server.post("/v1/responses", body).await.error().2.as_deref(), Some(param));
     }

@@ -77,6 +77,8 @@ async fn parameters_out_of_range() {
         (json!({"n": 0}), "n"),
         (json!({"n": 2, "temperature": 0}), "n"),
         (json!({"n": 100_000}), "n"),
+        (json!({"request_id": "x".repeat(65)}), "request_id"),
+        (json!({"request_id": "a b"}), "request_id"),
         (json!({"temperature": 2.5}), "temperature"),
         (json!({"temperature": -0.1}), "temperature"),
         (json!({"top_p": 0}), "top_p"),
@@ -134,6 +136,11 @@ async fn the_context_is_stated_with_its_three_numbers() {
     assert_eq!(reply.error(), (400, "BadRequestError".to_owned(), Some("messages".to_owned())));
     let message = reply.message();
     assert!(message.contains("8192 tokens") && message.contains("8190 output tokens"), "{message}");
+    let given = 1_000_000_000_000_000_000_u64;
+    let message = server.chat(json!({"messages": user("x"), "max_tokens": given})).await.message();
+    assert!(message.contains(&format!("requested {given} output")), "{message}");
+    let message = server.chat(json!({"messages": user("x"), "n": given})).await.message();
+    assert!(message.ends_with(&format!("got {given}")), "{message}");
     let long = server.chat(json!({"messages": user(&"word ".repeat(9000))})).await;
     assert_eq!(long.error().0, 400);
     assert!(long.message().contains("leaves no room"), "{}", long.message());

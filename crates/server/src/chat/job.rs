@@ -10,6 +10,7 @@ use serde_json::{Map, Value};
 
 use crate::answer::Rules;
 use crate::app::{App, unix_seconds};
+use crate::chat::request::Places;
 use crate::engine::Asked;
 use crate::error::ApiError;
 use crate::fields::parse_object;
@@ -23,6 +24,8 @@ use crate::work::{Weight, off_thread};
 pub struct Job {
     /// The conversation.
     pub messages: Vec<Message>,
+    /// Where the client wrote it.
+    pub places: Places,
     /// Tool definitions for the template.
     pub tools: Vec<Value>,
     /// Their schemas.
@@ -145,7 +148,8 @@ impl Job {
             add_generation_prompt: self.add_generation_prompt,
             allow_special: false,
         };
-        let mut prepared = prepare(app, &input, Budget { tokens: most, abandoned: Some(gone) })?;
+        let prepared = prepare(app, &input, Budget { tokens: most, abandoned: Some(gone) });
+        let mut prepared = prepared.map_err(|error| self.places.of(error))?;
         if let Some(keep) = self.common.truncate.filter(|&keep| keep < prepared.ids.len()) {
             if !prepared.media.is_empty() {
                 let message = "a prompt with images cannot be truncated";
@@ -163,7 +167,7 @@ impl Job {
     pub fn prepare(self, app: &App, prefix: &str, gone: &AtomicBool) -> Result<Ready, ApiError> {
         let most = self.common.truncate.is_none().then_some(app.model.max_model_len);
         let prepared = self.prompt(app, most, gone)?;
-        let limits = self.common.limits(app, prepared.ids.len(), "messages")?;
+        let limits = self.common.limits(app, prepared.ids.len(), self.places.field)?;
         let tokenizer = app.model.format.tokenizer();
         let start = Start::of_prompt(tokenizer, &prepared.ids);
         let turn_start = prepared.turn_start(tokenizer);

@@ -65,6 +65,7 @@ pub fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError> {
     let echo = if echo { last_text(&messages) } else { None };
     Ok(Job {
         messages,
+        places: Places::default(),
         tools: tools.definitions,
         schemas: tools.schemas,
         tool_mode: tools.mode,
@@ -258,21 +259,53 @@ pub fn check_effort(field: &str, effort: &str) -> Result<(), ApiError> {
     Err(ApiError::parameter(field, message))
 }
 
-/// Messages that were made of other items, whose places errors name: one for each message.
-///
-/// # Errors
-/// As [`parse_messages`].
-pub fn parse_as(messages: Vec<Value>, places: &[String]) -> Result<Vec<Message>, ApiError> {
-    parse_messages(&Value::Array(messages)).map_err(|mut error| {
-        if let TextError::Message { path, .. } = &mut error {
-            let rest = path.strip_prefix("messages[").and_then(|rest| rest.split_once(']'));
-            let found = rest.and_then(|(index, rest)| Some((places.get(index.parse::<usize>().ok()?)?, rest)));
-            if let Some((place, rest)) = found {
-                *path = format!("{place}{rest}");
+/// Where a client wrote the messages, which errors name.
+#[derive(Clone, Debug)]
+pub struct Places {
+    /// The field that holds them.
+    pub field: &'static str,
+    /// Places of messages that were made of other items, one for each; that of a tool's output may end in `output`, which is
+    /// its content.
+    pub each: Vec<String>,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Self { field: "messages", each: Vec::new() }
+    }
+}
+
+impl Places {
+    /// Reads messages that were made of other items.
+    ///
+    /// # Errors
+    /// As [`parse_messages`].
+    pub fn parse(&self, messages: Vec<Value>) -> Result<Vec<Message>, ApiError> {
+        parse_messages(&Value::Array(messages)).map_err(|mut error| {
+            if let TextError::Message { path, .. } = &mut error {
+                *path = self.path(path);
             }
+            error.into()
+        })
+    }
+
+    /// The error with the place that the client knows.
+    #[must_use]
+    pub fn of(&self, mut error: ApiError) -> ApiError {
+        error.param = error.param.map(|path| self.path(&path));
+        error
+    }
+
+    fn path(&self, path: &str) -> String {
+        if path == "messages" {
+            return self.field.to_owned();
         }
-        error.into()
-    })
+        let rest = path.strip_prefix("messages[").and_then(|rest| rest.split_once(']'));
+        let found = rest.and_then(|(index, rest)| Some((self.each.get(index.parse::<usize>().ok()?)?, rest)));
+        let Some((place, rest)) = found else { return path.to_owned() };
+        let output = place.ends_with(".output").then(|| rest.strip_prefix(".content")).flatten();
+        format!("{place}{}", output.unwrap_or(rest))
+    }
 }
 
 /// Sets the template's effort, renamed as the server's options say.

@@ -9,7 +9,7 @@ use serde_json::{Map, Value, json};
 
 use crate::app::App;
 use crate::chat::Job;
-use crate::chat::request::{Choice, Tools, check_effort, check_model, parse_as, set_effort};
+use crate::chat::request::{Choice, Places, Tools, check_effort, check_model, set_effort};
 use crate::error::{ApiError, shorten};
 use crate::fields::{Fields, Problems};
 use crate::sampling::Common;
@@ -28,7 +28,7 @@ pub(super) fn read(map: &Map<String, Value>, app: &App, generate: bool) -> Resul
     if generate && fields.value("max_tokens").is_none() {
         fields.missing("max_tokens");
     }
-    let messages = conversation(&fields)?;
+    let (messages, places) = conversation(&fields)?;
     let common = Common::read(&fields, app, &["max_tokens"]);
     let stops = fields.texts("stop_sequences");
     problems.check()?;
@@ -55,6 +55,7 @@ pub(super) fn read(map: &Map<String, Value>, app: &App, generate: bool) -> Resul
     problems.check()?;
     Ok(Job {
         messages,
+        places,
         tools: tools.definitions,
         schemas: tools.schemas,
         tool_mode: tools.mode,
@@ -88,7 +89,7 @@ fn shape(format: &Fields<'_, '_>, app: &App) -> Result<Structure, ApiError> {
 fn thinking(
     fields: &Fields<'_, '_>,
     app: &App,
-    max_tokens: Option<u32>,
+    max_tokens: Option<u64>,
     variables: &mut Map<String, Value>,
 ) -> Result<Option<u32>, ApiError> {
     let Some(thinking) = fields.object("thinking") else { return Ok(app.options.thinking_budget) };
@@ -99,7 +100,8 @@ fn thinking(
                 let message = format!("thinking.budget_tokens must be at least {LEAST_BUDGET}");
                 return Err(ApiError::parameter("thinking.budget_tokens", message));
             }
-            if budget.zip(max_tokens).is_some_and(|(budget, most)| budget >= i64::from(most)) {
+            let asked = budget.and_then(|budget| u64::try_from(budget).ok());
+            if asked.zip(max_tokens).is_some_and(|(budget, most)| budget >= most) {
                 let message = "max_tokens must be greater than thinking.budget_tokens";
                 return Err(ApiError::parameter("thinking.budget_tokens", message));
             }
@@ -143,10 +145,15 @@ fn tools(fields: &Fields<'_, '_>, app: &App) -> Result<(Tools, bool), ApiError> 
         };
         let mut function = Map::new();
         function.insert("name".to_owned(), name.into());
-        match &tool["description"] {
-            Value::Null => {}
-            Value::String(text) => drop(function.insert("description".to_owned(), text.as_str().into())),
-            _ => fields.problems().add(format!("{path}.description"), "expected text"),
+        for (key, fits, expected) in [
+            ("description", Value::is_string as fn(&Value) -> bool, "text"),
+            ("strict", Value::is_boolean, "true or false"),
+        ] {
+            match &tool[key] {
+                Value::Null => {}
+                value if fits(value) => drop(function.insert(key.to_owned(), value.clone())),
+                _ => fields.problems().add(format!("{path}.{key}"), format!("expected {expected}")),
+            }
         }
         let schema = &tool["input_schema"];
         if !schema.is_object() {
@@ -173,13 +180,20 @@ fn tools(fields: &Fields<'_, '_>, app: &App) -> Result<(Tools, bool), ApiError> 
     Ok((Tools::new(definitions, &choice, app)?, single))
 }
 
-fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
+fn conversation(fields: &Fields<'_, '_>) -> Result<(Vec<Message>, Places), ApiError> {
     let (mut messages, mut places) = (Vec::new(), Vec::new());
     match fields.value("system") {
         None => {}
         Some(Value::String(text)) => messages.push(json!({"role": "system", "content": text})),
         Some(Value::Array(blocks)) => {
-            let texts: Vec<&str> = blocks.iter().filter_map(|block| block["text"].as_str()).collect();
+            let mut texts = Vec::with_capacity(blocks.len());
+            for (at, block) in blocks.iter().enumerate() {
+                let key = if block["type"].is_null() || block["type"] == "text" { "text" } else { "type" };
+                match block["text"].as_str().filter(|_| key == "text") {
+                    Some(text) => texts.push(text),
+                    None => fields.problems().add(format!("system[{at}].{key}"), "expected a block of text"),
+                }
+            }
             messages.push(json!({"role": "system", "content": texts.join("\n")}));
         }
         Some(other) => fields.wrong("system", "text or a list of text blocks", other),
@@ -192,7 +206,7 @@ fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
     for (index, message) in list.iter().enumerate() {
         let path = format!("messages[{index}]");
         match message["role"].as_str() {
-            Some("user") => user(&message["content"], &path, fields.problems(), &mut messages),
+            Some("user") => user(&message["content"], &path, fields.problems(), &mut messages, &mut places),
             Some("assistant") => assistant(&message["content"], &path, fields.problems(), &mut messages),
             Some("system") => messages.push(json!({"role": "system", "content": message["content"]})),
             _ => fields.problems().add(format!("{path}.role"), "expected user or assistant"),
@@ -200,7 +214,8 @@ fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
         places.resize(messages.len(), path);
     }
     fields.problems().check()?;
-    parse_as(messages, &places)
+    let places = Places { each: places, ..Places::default() };
+    Ok((places.parse(messages)?, places))
 }
 
 fn blocks<'v>(content: &'v Value, path: &str, problems: &Problems) -> &'v [Value] {
@@ -213,7 +228,7 @@ fn blocks<'v>(content: &'v Value, path: &str, problems: &Problems) -> &'v [Value
     )
 }
 
-fn user(content: &Value, path: &str, problems: &Problems, messages: &mut Vec<Value>) {
+fn user(content: &Value, path: &str, problems: &Problems, messages: &mut Vec<Value>, places: &mut Vec<String>) {
     if content.is_string() {
         messages.push(json!({"role": "user", "content": content}));
         return;
@@ -232,7 +247,11 @@ fn user(content: &Value, path: &str, problems: &Problems, messages: &mut Vec<Val
                 Value::Null => "".into(),
                 other => other.clone(),
             };
+            if !(block["tool_use_id"].is_null() || block["tool_use_id"].is_string()) {
+                problems.add(format!("{path}.tool_use_id"), "expected text");
+            }
             messages.push(json!({"role": "tool", "tool_call_id": block["tool_use_id"], "content": inner}));
+            places.push(path);
         } else if let Some(part) = plain_part(block, &path, problems) {
             parts.push(part);
         }
@@ -277,10 +296,11 @@ fn assistant(content: &Value, path: &str, problems: &Problems, messages: &mut Ve
     for (index, block) in blocks(content, path, problems).iter().enumerate() {
         let path = format!("{path}.content[{index}]");
         match block["type"].as_str() {
-            Some("text") => text.push_str(block["text"].as_str().unwrap_or_default()),
-            Some("thinking") => {
-                reasoning.get_or_insert_default().push_str(block["thinking"].as_str().unwrap_or_default());
-            }
+            Some(key @ ("text" | "thinking")) => match block[key].as_str() {
+                Some(more) if key == "text" => text.push_str(more),
+                Some(more) => reasoning.get_or_insert_default().push_str(more),
+                None => problems.add(format!("{path}.{key}"), "expected text"),
+            },
             Some("redacted_thinking") => {}
             Some("tool_use") => {
                 if !block["name"].is_string() {

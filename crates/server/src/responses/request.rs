@@ -1,11 +1,11 @@
 //! Reading a responses request as a chat job.
 
-use glimmer_text::Message;
+use glimmer_text::{Message, TextError};
 use serde_json::{Map, Value, json};
 
 use crate::app::App;
 use crate::chat::Job;
-use crate::chat::request as chat;
+use crate::chat::request::{self as chat, Places};
 use crate::error::{ApiError, shorten};
 use crate::fields::{Fields, Problems};
 
@@ -31,7 +31,7 @@ pub(super) fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError>
     if fields.flag("background") == Some(true) {
         return Err(ApiError::parameter("background", "background responses are not supported"));
     }
-    let messages = conversation(&fields)?;
+    let (messages, places) = conversation(&fields)?;
     let mut chat_body = Map::new();
     for key in
         ["temperature", "top_p", "stream", "parallel_tool_calls", "model", "chat_template_kwargs", "seed", "user"]
@@ -59,7 +59,8 @@ pub(super) fn read(map: &Map<String, Value>, app: &App) -> Result<Job, ApiError>
     problems.check()?;
     chat_body.insert("messages".to_owned(), json!([{"role": "user", "content": ""}]));
     let mut job = chat::read(&chat_body, app).map_err(|error| error.renamed(NAMES))?;
-    job.messages = messages;
+    (job.messages, job.places) = (messages, places);
+    job.common.structure_field = "text.format";
     Ok(job)
 }
 
@@ -95,6 +96,9 @@ fn tools(fields: &Fields<'_, '_>, chat_body: &mut Map<String, Value>) {
     match fields.value("tool_choice") {
         None => {}
         Some(choice @ Value::Object(_)) => {
+            if !choice["name"].is_string() {
+                fields.problems().add("tool_choice.name", "expected the name of a function");
+            }
             let choice = json!({"type": "function", "function": {"name": choice["name"]}});
             chat_body.insert("tool_choice".to_owned(), choice);
         }
@@ -104,7 +108,7 @@ fn tools(fields: &Fields<'_, '_>, chat_body: &mut Map<String, Value>) {
     }
 }
 
-fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
+fn conversation(fields: &Fields<'_, '_>) -> Result<(Vec<Message>, Places), ApiError> {
     let (mut messages, mut places) = (Vec::new(), Vec::new());
     if let Some(text) = fields.text("instructions") {
         messages.push(json!({"role": "system", "content": text}));
@@ -122,13 +126,15 @@ fn conversation(fields: &Fields<'_, '_>) -> Result<Vec<Message>, ApiError> {
             }
             for (index, item) in items.iter().enumerate() {
                 push_item(item, index, fields.problems(), &mut messages);
-                places.resize(messages.len(), format!("input[{index}]"));
+                let output = if item["type"] == "function_call_output" { ".output" } else { "" };
+                places.resize(messages.len(), format!("input[{index}]{output}"));
             }
         }
         Some(other) => fields.wrong("input", "text or a list of items", other),
     }
     fields.problems().check()?;
-    chat::parse_as(messages, &places)
+    let places = Places { field: "input", each: places };
+    Ok((places.parse(messages)?, places))
 }
 
 /// The open message of the assistant, if the last one is: reasoning, text and calls of a turn are separate items.
@@ -142,12 +148,13 @@ fn turn(messages: &mut Vec<Value>) -> Option<&mut Value> {
 fn push_item(item: &Value, index: usize, problems: &Problems, messages: &mut Vec<Value>) {
     let path = format!("input[{index}]");
     let kind = item["type"].as_str().unwrap_or("message");
+    if !(item["call_id"].is_null() || item["call_id"].is_string()) {
+        problems.add(format!("{path}.call_id"), "expected text");
+    }
+    let said = |key: &str| texts(&item[key], &format!("{path}.{key}"), problems);
     match kind {
         "message" if item["role"] == "assistant" => {
-            let text = match &item["content"] {
-                Value::String(text) => text.clone(),
-                content => texts(content),
-            };
+            let text = said("content");
             if let Some(turn) = turn(messages) {
                 turn["content"] = format!("{}{text}", turn["content"].as_str().unwrap_or_default()).into();
             }
@@ -160,7 +167,7 @@ fn push_item(item: &Value, index: usize, problems: &Problems, messages: &mut Vec
             messages.push(json!({"role": item["role"], "content": content}));
         }
         "reasoning" => {
-            let text = format!("{}{}", texts(&item["content"]), texts(&item["summary"]));
+            let text = format!("{}{}", said("content"), said("summary"));
             messages.push(json!({"role": "assistant", "content": "", "reasoning_content": text}));
         }
         "function_call" => {
@@ -168,6 +175,12 @@ fn push_item(item: &Value, index: usize, problems: &Problems, messages: &mut Vec
                 "id": item["call_id"], "type": "function",
                 "function": {"name": item["name"], "arguments": item["arguments"]},
             });
+            // It will be one of several calls of a turn: what is wrong with it is said of the item.
+            let alone = Message::try_from(json!({"role": "assistant", "tool_calls": [&call]}));
+            if let Err(TextError::Message { path: at, expected, found }) = alone {
+                let key = at.rsplit('.').next().unwrap_or_default();
+                problems.add(format!("{path}.{key}"), format!("expected {expected}, found {found}"));
+            }
             if let Some(turn) = turn(messages) {
                 match turn["tool_calls"].as_array_mut() {
                     Some(calls) => calls.push(call),
@@ -177,7 +190,15 @@ fn push_item(item: &Value, index: usize, problems: &Problems, messages: &mut Vec
         }
         "function_call_output" => {
             let output = match &item["output"] {
-                Value::Array(parts) => Value::Array(parts.iter().map(part).collect()),
+                Value::Array(parts) => {
+                    // Parts of a chat's tool, not of this API.
+                    for (at, part) in parts.iter().enumerate() {
+                        if part["type"].is_null() && !part["output"].is_null() {
+                            problems.add(format!("{path}.output[{at}].type"), "the field is required");
+                        }
+                    }
+                    Value::Array(parts.iter().map(part).collect())
+                }
                 other => other.clone(),
             };
             messages.push(json!({"role": "tool", "tool_call_id": item["call_id"], "content": output}));
@@ -189,9 +210,34 @@ fn push_item(item: &Value, index: usize, problems: &Problems, messages: &mut Vec
     }
 }
 
-/// Texts of a list of parts, joined.
-fn texts(parts: &Value) -> String {
-    parts.as_array().into_iter().flatten().filter_map(|part| part["text"].as_str()).collect()
+/// A text, or those of a list of parts, joined; nothing else can be said here.
+fn texts(content: &Value, path: &str, problems: &Problems) -> String {
+    let parts = match content {
+        Value::Null => return String::new(),
+        Value::String(text) => return text.clone(),
+        Value::Array(parts) => parts,
+        _ => {
+            problems.add(path, "expected text or a list of parts");
+            return String::new();
+        }
+    };
+    let mut all = String::new();
+    for (at, part) in parts.iter().enumerate() {
+        let (key, expected) = match part["type"].as_str() {
+            Some("refusal") => ("refusal", "text"),
+            Some("text" | "input_text" | "output_text" | "reasoning_text" | "summary_text") => ("text", "text"),
+            None if part["type"].is_null() && part["text"].is_string() => ("text", "text"),
+            _ => ("type", "one of text, input_text, output_text, reasoning_text, summary_text, refusal"),
+        };
+        match part[key].as_str().filter(|_| key != "type") {
+            Some(text) => all.push_str(text),
+            None => {
+                let found = shorten(&part[key].to_string());
+                problems.add(format!("{path}[{at}].{key}"), format!("expected {expected}, found {found}"));
+            }
+        }
+    }
+    all
 }
 
 /// A part in the terms of chat.
