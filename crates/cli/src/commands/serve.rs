@@ -80,7 +80,8 @@ fn refuse(error: &FlagError) -> anyhow::Result<ExitCode> {
 /// leaves those open that depend on it.
 fn dry_run(mut settings: Settings, mut config: ServeConfig) -> anyhow::Result<()> {
     let opened = checkpoint(&config).map(|(checkpoint, _)| checkpoint);
-    let (device, _) = device(&place(&config)?, &config)?;
+    let (device, _) = device(&place(&config)?)?;
+    one_rank(&config, device)?;
     match &opened {
         Ok(checkpoint) => config.resolve(&mut settings, &ModelShape::of(checkpoint), device)?,
         Err(error) => {
@@ -125,22 +126,27 @@ fn place(config: &ServeConfig) -> anyhow::Result<Place> {
 }
 
 /// What flags have to fit of the place.
-fn device(place: &Place, config: &ServeConfig) -> anyhow::Result<(Device, Memory)> {
-    let ranks = u64::from(config.tensor_parallel).max(u64::from(config.nodes));
+fn device(place: &Place) -> anyhow::Result<(Device, Memory)> {
     match place {
         Place::Cpu => Ok((Device::Cpu, Memory::Host)),
         #[cfg(feature = "cuda")]
         Place::Cuda(gpu) => {
-            anyhow::ensure!(
-                ranks == 1,
-                "{ranks} ranks were asked for: this program computes on one GPU so far; leave --tensor-parallel-size and --nnodes \
-                 out, or see what several would hold with glimmer plan"
-            );
             let (free, total) = gpu.memory()?;
             let memory_gib = total as f64 / f64::from(1 << 30);
             Ok((Device::Cuda { memory_gib, count: 1 }, Memory::Device { free, total, halves: gpu.halves() }))
         }
     }
+}
+
+/// Refuses several ranks on GPUs.
+fn one_rank(config: &ServeConfig, device: Device) -> anyhow::Result<()> {
+    let ranks = config.tensor_parallel.max(config.nodes);
+    anyhow::ensure!(
+        device == Device::Cpu || ranks == 1,
+        "{ranks} ranks were asked for: this program computes on one GPU so far; leave --tensor-parallel-size and --nnodes out, or \
+         see what several would hold with glimmer plan"
+    );
+    Ok(())
 }
 
 /// What is to be served, and where.
@@ -159,7 +165,8 @@ impl Prepared {
     pub(super) fn open(settings: &mut Settings, mut config: ServeConfig) -> anyhow::Result<Self> {
         #[allow(unused_mut, reason = "only a GPU is told what it will compile")]
         let mut place = place(&config)?;
-        let (device, memory) = device(&place, &config)?;
+        let (device, memory) = device(&place)?;
+        one_rank(&config, device)?;
         let (checkpoint, weights) = checkpoint(&config)?;
         #[cfg(feature = "cuda")]
         if let Place::Cuda(gpu) = &mut place {
