@@ -26,7 +26,7 @@ use crate::{
 };
 
 /// The headers that kernels include, with their texts.
-const HEADERS: [(&CStr, &str); 18] = [
+const HEADERS: [(&CStr, &str); 19] = [
     (c"common.cuh", include_str!("kernels/common.cuh")),
     (c"lanes.cuh", include_str!("kernels/lanes.cuh")),
     (c"wgmma.cuh", include_str!("kernels/wgmma.cuh")),
@@ -43,6 +43,7 @@ const HEADERS: [(&CStr, &str); 18] = [
     (c"async.cuh", include_str!("kernels/async.cuh")),
     (c"mhc_row.cuh", include_str!("kernels/mhc_row.cuh")),
     (c"experts.cuh", include_str!("kernels/experts.cuh")),
+    (c"draws.cuh", include_str!("kernels/draws.cuh")),
     (c"few.cuh", include_str!("kernels/few.cuh")),
     (c"sparse.cuh", include_str!("kernels/sparse.cuh")),
 ];
