@@ -470,7 +470,6 @@ mod tests {
         assert_eq!(rows.iter().map(|row| row.rows).collect::<Vec<_>>(), [64, 16, 48]);
         for row in rows {
             let share = row.experts / row.independent;
-            eprintln!("{} {} {}", row.rows, row.experts, row.independent);
             assert!((0.8..1.25).contains(&share), "{} of {} experts", row.experts, row.independent);
         }
     }

@@ -161,6 +161,7 @@ impl Device {
             return Err(CudaError::Architecture { name: properties.name, major, minor });
         }
         let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let _turn = between_captures();
         // SAFETY: the device exists; the context is made current before the stream is created in it.
         unsafe {
             check("cuDevicePrimaryCtxRetain", sys::cuDevicePrimaryCtxRetain(&raw mut context, device))?;

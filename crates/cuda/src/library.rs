@@ -176,6 +176,7 @@ impl Library {
         }
         catch_unwind(|| {
             let mut handle = std::ptr::null_mut();
+            let _turn = between_captures();
             // SAFETY: the library is present; the pointer is to a live local.
             let code = unsafe { sys::cublasLtCreate(&raw mut handle) };
             (code == sys::cublasStatus_t::CUBLAS_STATUS_SUCCESS).then(|| Self { handle, plans: HashMap::new() })

@@ -22,6 +22,7 @@ use glimmer_checkpoint::Bytes;
 use crate::{
     device::{Device, check},
     error::{CudaError, Result},
+    graph::between_captures,
     launch::{Arguments, Grid, Kernel, Launch, enqueue},
     memory::{Allocator, Memory, Pinned},
 };
@@ -243,6 +244,7 @@ impl Lane {
         device.bind()?;
         let pieces = [Pinned::new(device, PIECE)?, Pinned::new(device, PIECE)?];
         let mut stream = std::ptr::null_mut();
+        let _turn = between_captures();
         // SAFETY: a pointer to a live local; flag 1 is a stream that does not wait for the default one.
         unsafe { check("cuStreamCreate", sys::cuStreamCreate(&raw mut stream, 1))? };
         Ok(Self { device: device.clone(), stream, pieces, turn: 0, raw: None })
@@ -293,6 +295,7 @@ impl Lane {
 impl Drop for Lane {
     fn drop(&mut self) {
         if self.arrive().is_ok() {
+            let _turn = between_captures();
             // SAFETY: nothing is under way in the stream.
             unsafe { sys::cuStreamDestroy_v2(self.stream) };
         }

@@ -116,7 +116,8 @@ impl<B: Backend> Model<B> {
     }
 
     /// Puts another `bias` `[experts]` into the router of `layer`, where it steers the choice of experts only: what balances a
-    /// model in training, for weights that were never trained.
+    /// model in training, for weights that were never trained. A backend may have kept whole steps, which know the old one: they
+    /// must not be repeated.
     ///
     /// # Errors
     /// [`Error::Shape`] where the layer has no router or another number of experts, and errors of the backend.

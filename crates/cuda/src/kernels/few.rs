@@ -43,17 +43,17 @@ const THREADS: usize = 256;
 /// Shared memory with which two blocks fit a multiprocessor.
 pub(crate) const SHARED: usize = 113 << 10;
 
-/// One matrix of a launch, as the kernel declares it.
+/// One matrix of a launch, as this kernel and `several.cu` declare it.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
-struct Part {
-    w: u64,
-    up: u64,
-    bias: u64,
-    up_bias: u64,
-    y: u64,
-    last: i32,
-    outputs: i32,
+pub(super) struct Part {
+    pub(super) w: u64,
+    pub(super) up: u64,
+    pub(super) bias: u64,
+    pub(super) up_bias: u64,
+    pub(super) y: u64,
+    pub(super) last: i32,
+    pub(super) outputs: i32,
 }
 
 /// Arguments of the kernel, as it declares them.

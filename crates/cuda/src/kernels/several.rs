@@ -11,7 +11,7 @@
 use bytemuck::{Pod, Zeroable};
 use glimmer_tensor::{Linear, Result};
 
-use super::gemm::Input;
+use super::{few::Part, gemm::Input};
 use crate::{
     backend::Cuda,
     compile::Unit,
@@ -35,19 +35,6 @@ const CHUNK: usize = 64;
 const OPERAND: usize = 8;
 const GROUP: usize = 64;
 const GROUP_THREADS: usize = 128;
-
-/// One matrix of a launch, as the kernel declares it.
-#[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
-#[repr(C)]
-struct Part {
-    w: u64,
-    up: u64,
-    bias: u64,
-    up_bias: u64,
-    y: u64,
-    last: i32,
-    outputs: i32,
-}
 
 /// Arguments of the kernel, as it declares them.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
